@@ -4,6 +4,8 @@ Owns: the choice of the all-reduce. Code traced inside `summing` uses the given 
 the compiler inserts its own sum after such a product. The norm that follows does the sum: until then there
 are `PartialSums`.
 Does not know: kernels, or models.
+
+The choice is a context variable for the reasons given in `small_batch_matmul`.
 """
 
 from __future__ import annotations

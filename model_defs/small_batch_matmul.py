@@ -2,6 +2,10 @@
 
 Owns: the choice. Code traced inside `multiplying_by` uses the given back end; outside of it, `layers` uses
 XLA. Does not know: kernels, models, or how arrays are placed on devices.
+
+The choice is a context variable because it belongs to a step and not to the model, which is also called
+without a step. As an argument, it would pass through every method between `run_layers` and `Linear`, in each
+family. `jax.jit` does not see it, so it must also be among the static arguments of the traced function.
 """
 
 from __future__ import annotations

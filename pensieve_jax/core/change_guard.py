@@ -104,10 +104,11 @@ class ChangeGuard:
 
 
 def _is_under_way(frame: FrameType) -> bool:
-    """Return whether a frame is on a stack. If not, its variables are cleared, since they are not needed.
+    """Return whether a frame is on a stack, and clear its variables if not.
 
-    Walking the frames of the other thread would not work: a generator that is suspended meanwhile breaks
-    their chain.
+    Python has no plain question for that, but `clear` raises RuntimeError for a frame on a stack. Clearing
+    the frame of an ended call is harmless, because its variables are not needed any more. Walking the frames
+    of the other thread would not work: a generator that is suspended meanwhile breaks their chain.
     """
     try:
         frame.clear()

@@ -115,6 +115,8 @@ def run_layers(
     if statics.sums is not None:
         assert table is not None
         sums = AllReduce(statics.sums, table, statics.mesh)
+    # `Linear` reads both choices while the model is traced; `small_batch_matmul` says why. Both are in
+    # `statics`, so a program that was compiled for other choices is never reused.
     with summing(sums), multiplying_by(statics.small_batch_matmul):
         hidden = model.run_layers(hidden, plan["positions"], attention, 0, statics.num_layers)
     return attention.kv_pages, constrain(hidden, statics.mesh)

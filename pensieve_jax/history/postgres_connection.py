@@ -168,7 +168,10 @@ class PipelinedConnection:
     def execute_changing(
         self, statement: str, values: Sequence[Any], refusal: Callable[[], PensieveError], /
     ) -> None:
-        """See `Connection`; the check divides by the number of changed rows."""
+        """See `Connection`; a statement that changes no row fails with a division by zero."""
+        # The row count of a pipelined statement arrives only after COMMIT was sent, too late to roll back.
+        # So the check must fail inside Postgres: the statement divides by its number of changed rows.
+        # `is_refusal` recognizes that error, and later statements and the COMMIT have no effect.
         self.execute(f"WITH done AS ({statement} RETURNING 1) SELECT 1 / count(*) FROM done", values)
 
     def beginning(self, table: str, column: str, rowid: int, num_bytes: int, /) -> str:

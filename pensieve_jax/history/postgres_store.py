@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import psycopg
 
@@ -43,17 +43,19 @@ _NUM_TRIES: Final = 5  # of a transaction that Postgres aborts in favor of anoth
 
 
 class _LostError(Exception):
-    """A lost session. `refused` is the result of the transaction if it was about to commit.
+    """A lost session. Unless it is a `_LostCommitError`, nothing of its transaction was stored."""
 
-    None: it was not, so nothing of it can have been stored.
-    """
-
-    def __init__(
-        self, history_error: HistoryError, refused: Mapping[int, PensieveError] | None = None
-    ) -> None:
+    def __init__(self, history_error: HistoryError) -> None:
         super().__init__(str(history_error))
         self.history_error = history_error
-        self.refused = refused
+
+
+class _LostCommitError(_LostError):
+    """A session lost when its transaction may have committed; `result` is then the transaction's result."""
+
+    def __init__(self, history_error: HistoryError, result: Any) -> None:
+        super().__init__(history_error)
+        self.result = result
 
 
 class PostgresHistoryStore(TableHistoryStore):
@@ -142,9 +144,9 @@ class PostgresHistoryStore(TableHistoryStore):
         with self._mutex:
             try:
                 return self._transaction(change, postgres_schema.lock_alone)
-            except _LostError as lost:
-                if lost.refused is not None:
-                    raise lost.history_error from lost
+            except _LostCommitError as lost:
+                raise lost.history_error from lost
+            except _LostError:
                 return self._once_more(change, postgres_schema.lock_alone)
 
     def _once_more[T](
@@ -160,9 +162,9 @@ class PostgresHistoryStore(TableHistoryStore):
         with self._mutex:
             try:
                 return self._add(commits)
-            except _LostError as lost:
-                history_error, refused = lost.history_error, lost.refused
-            if refused is None:
+            except _LostCommitError as lost:
+                history_error, refused = lost.history_error, lost.result
+            except _LostError:
                 return self._add_for_certain(commits)
             placed = [commit for index, commit in enumerate(commits) if index not in refused]
             if not all(commit.row.turn_id for commit in placed):
@@ -213,7 +215,8 @@ class PostgresHistoryStore(TableHistoryStore):
         except psycopg.Error as error:
             if is_lost(error, session):
                 self._drop()
-                raise _LostError(as_history_error(error, self._location, may_be_kept=True), {}) from error
+                history_error = as_history_error(error, self._location, may_be_kept=True)
+                raise _LostCommitError(history_error, {}) from error  # {}: it would have refused no turn
             self._roll_back(session)
             if not is_refusal(error) and not is_overtaken(error):
                 raise as_history_error(error, self._location) from error
@@ -233,20 +236,21 @@ class PostgresHistoryStore(TableHistoryStore):
     ) -> T:
         """Make all of a change or nothing; raise _LostError, and what the change raises."""
         for tries_left in reversed(range(_NUM_TRIES)):
-            session, ending = self._connection, None
+            session, is_committing = self._connection, False
             try:
                 session.execute(begin)
                 lock(session, self._location.namespace)
                 result = change(session)
-                ending = result if isinstance(result, Mapping) else {}
+                is_committing = True
                 session.execute("COMMIT")
                 return result
             except psycopg.Error as error:
-                may_be_kept = ending is not None
                 if is_lost(error, session):
                     self._drop()
-                    history_error = as_history_error(error, self._location, may_be_kept=may_be_kept)
-                    raise _LostError(history_error, ending) from error
+                    history_error = as_history_error(error, self._location, may_be_kept=is_committing)
+                    if is_committing:
+                        raise _LostCommitError(history_error, result) from error
+                    raise _LostError(history_error) from error
                 self._roll_back(session)
                 if not is_overtaken(error) or not tries_left:
                     raise as_history_error(error, self._location) from error

@@ -1,20 +1,19 @@
 """The packed plan: the device inputs of one step, as one numpy buffer.
 
-Owns: the table of a plan's fields, in the body of `StepPlan`, and so the layout of the int32 buffer that goes
-to the device in each step. The columns of sampling fields come from `core.sampling_params`. Every part has a
-named view. One copy carries all metadata of a step, because the fixed cost of a copy exceeds that of its
-bytes.
+Owns: the table of a plan's fields (`FIELDS`), and so the layout of the int32 buffer that goes to the device
+in each step. The columns of sampling fields come from `core.sampling_params`. Every part has a named view.
+One copy carries all metadata of a step, because the fixed cost of a copy exceeds that of its bytes.
 Does not know: how a plan is filled (`planner`) or how a device uses it (`device.model_runner`).
 Called by the planner and the model runners.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, overload
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -40,8 +39,8 @@ class PackedField(NamedTuple):
         return prod(self.shape)
 
 
-class PlanField:
-    """A declaration of one field in the class `StepPlan`; an instance has its view under the same name.
+class PlanField(NamedTuple):
+    """Declaration of one field of a plan.
 
     Attributes:
       sizes: size of each dimension: a number, or a key of `PlanLayout.sizes`.
@@ -49,29 +48,41 @@ class PlanField:
       padding: value of unused elements; None is the first slot past the pool, which only the planner knows.
     """
 
-    def __init__(
-        self, *sizes: int | str, dtype: type[np.generic] = np.int32, padding: float | None = 0
-    ) -> None:
-        self.sizes, self.dtype, self.padding = sizes, np.dtype(dtype), padding
-
-    @overload
-    def __get__(self, plan: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, plan: object, owner: type) -> np.ndarray: ...
-
-    def __get__(self, plan: object, owner: type) -> Any:
-        """Return the declaration.
-
-        Python calls this for the class only: this is a non-data descriptor, so the view in a plan's
-        `__dict__` takes precedence.
-        """
-        return self
+    sizes: tuple[int | str, ...]
+    dtype: np.dtype = np.dtype(np.int32)
+    padding: float | None = 0
 
     @property
     def padding_word(self) -> int | None:
         """Padding as the int32 with the same bits; None if `padding` is None."""
         return None if self.padding is None else int(np.array(self.padding, self.dtype).view(np.int32))
+
+
+FIELDS: Final[Mapping[str, PlanField]] = {
+    "token_ids": PlanField(("T",)),
+    # Row of the previous step's samples that holds the id, or -1.
+    "prev_samples": PlanField(("T",), padding=-1),
+    "positions": PlanField(("T",)),
+    # page * page_size + offset; writes out of bounds are dropped.
+    "write_slots": PlanField(("T",), padding=None),
+    "cu_q_lens": PlanField(("R + 1",)),  # past the last row: the number of tokens
+    "kv_lens": PlanField(("R",)),
+    "page_indices": PlanField(("R", "P")),  # page 0 is the dummy
+    "num_rows": PlanField((1,)),
+    "tiles": PlanField(("N",)),  # the kernel's list builder fills every element that the kernel reads
+    "num_samples": PlanField((1,)),
+    "sample_tokens": PlanField(("S",)),  # index into the T tokens
+    "sample_positions": PlanField(("S",)),  # absolute position of the token to be sampled
+    # The columns of sampling fields: `temperature`, `top_k`, `top_p`.
+    **{
+        name: PlanField(("S",), np.dtype(column.dtype), padding=column.off)
+        for name, column in COLUMNS.items()
+    },
+    "seed": PlanField(("S", 2), np.dtype(np.uint32)),  # 64 bits, low word first
+    "banned_ids": PlanField(("S", "B"), padding=-1),
+    "flags": PlanField((NUM_FLAGS,)),  # see the FLAG_ constants
+}
+"""Every field of a plan by name, in the order of the buffer."""
 
 
 class _View(NamedTuple):
@@ -120,9 +131,9 @@ class PlanLayout:
     def fields(self) -> dict[str, PackedField]:
         """Every field by name, in the order of the buffer."""
         fields, offset, sizes = {}, 0, self.sizes
-        for name, row in StepPlan.rows().items():
-            shape = tuple(sizes[size] if isinstance(size, str) else size for size in row.sizes)
-            fields[name] = PackedField(offset, shape, row.dtype)
+        for name, declared in FIELDS.items():
+            shape = tuple(sizes[size] if isinstance(size, str) else size for size in declared.sizes)
+            fields[name] = PackedField(offset, shape, declared.dtype)
             offset += -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
         return fields
 
@@ -148,8 +159,7 @@ class PlanLayout:
     @cached_property
     def padded(self) -> tuple[tuple[slice, int | None], ...]:
         """Slices of fields whose padding is not 0, with its int32; None is the first slot past the pool."""
-        rows = StepPlan.rows()
-        words = ((view.part, rows[view.name].padding_word) for view in self.views)
+        words = ((view.part, FIELDS[view.name].padding_word) for view in self.views)
         return tuple((part, word) for part, word in words if word != 0)
 
 
@@ -163,23 +173,6 @@ class StepPlan:
       buffer: i32[layout.size].
       step_id: number of the plan, from 0; the runner asserts that none is skipped.
     """
-
-    token_ids = PlanField("T")
-    prev_samples = PlanField("T", padding=-1)  # row of the previous step's samples that holds the id, or -1
-    positions = PlanField("T")
-    write_slots = PlanField("T", padding=None)  # page * page_size + offset; writes out of bounds are dropped
-    cu_q_lens = PlanField("R + 1")  # past the last row: the number of tokens
-    kv_lens = PlanField("R")
-    page_indices = PlanField("R", "P")  # page 0 is the dummy
-    num_rows = PlanField(1)
-    tiles = PlanField("N")  # the kernel's list builder fills every element that the kernel reads
-    num_samples = PlanField(1)
-    sample_tokens = PlanField("S")  # index into the T tokens
-    sample_positions = PlanField("S")  # absolute position of the token to be sampled
-    # `rows` inserts the columns of sampling fields here: `temperature`, `top_k`, `top_p`, each of "S".
-    seed = PlanField("S", 2, dtype=np.uint32)  # 64 bits, low word first
-    banned_ids = PlanField("S", "B", padding=-1)
-    flags = PlanField(NUM_FLAGS)  # see the FLAG_ constants
 
     def __init__(self, layout: PlanLayout, step_id: int, padding_slot: int) -> None:
         """Start with a new buffer of padding only: no rows, no writes, no samples.
@@ -201,22 +194,6 @@ class StepPlan:
                 view = view.view(dtype)
             own[name] = view if shape is None else view.reshape(shape)
 
-    if TYPE_CHECKING:  # columns of sampling fields are attributes like the fields above
+    if TYPE_CHECKING:  # the views, whose names are in a table
 
         def __getattr__(self, name: str) -> np.ndarray: ...
-
-    @classmethod
-    @functools.cache
-    def rows(cls) -> dict[str, PlanField]:
-        """Return all fields by name in the order of the buffer, with the sampling columns before `seed`."""
-        declared = {name: row for name, row in vars(cls).items() if isinstance(row, PlanField)}
-        columns = {
-            name: PlanField("S", dtype=np.dtype(column.dtype).type, padding=column.off)
-            for name, column in COLUMNS.items()
-        }
-        found: dict[str, PlanField] = {}
-        for name, row in declared.items():
-            if name == "seed":
-                found |= columns
-            found[name] = row
-        return found

@@ -92,9 +92,12 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
     except asyncio.CancelledError:
         share.release()
         raise
+    # A `ThreadPoolExecutor` would wait for its threads when the process exits, so each work gets a daemon
+    # thread of its own, and the semaphores limit their number. A thread counts until it ends, even if its
+    # caller was cancelled before.
     result = loop.create_future()
 
-    def tell(outcome: Callable[[], None]) -> None:
+    def finish(outcome: Callable[[], None]) -> None:
         slots.release()
         share.release()
         if not result.done():
@@ -106,7 +109,7 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
         except BaseException as error:  # raised again where the caller awaits it
             outcome = partial(result.set_exception, error)
         with suppress(RuntimeError):  # the loop is closed, so no caller waits
-            loop.call_soon_threadsafe(tell, outcome)
+            loop.call_soon_threadsafe(finish, outcome)
 
     threading.Thread(target=run, name="io-work", daemon=True).start()
     found: T = await result

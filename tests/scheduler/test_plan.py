@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pensieve_jax.config import EngineConfig, SchedulerConfig
 from pensieve_jax.scheduler import PlanLayout, StepPlan, bucket_for, bucket_layout, token_buckets
 from pensieve_jax.scheduler.buckets import step_limit
+from pensieve_jax.scheduler.plan import FIELDS
 
 LAYOUT = PlanLayout(
     num_tokens=64, max_num_rows=8, pages_per_row=5, max_num_samples=4, max_num_banned=3, tiles_len=11
@@ -48,7 +49,7 @@ def test_a_new_plan_contains_only_padding():
         words = expected[field.offset : field.offset + field.size]
         words.view(field.dtype)[:] = padding.get(name, 0)
     assert plan.buffer.tobytes() == expected.tobytes()
-    assert padding.keys() == {name for name, row in StepPlan.rows().items() if row.padding != 0}
+    assert padding.keys() == {name for name, field in FIELDS.items() if field.padding != 0}
 
 
 def test_the_table_names_every_field_in_order():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pensieve_lab.serving.client import Lag, ServingClient
 from pensieve_lab.serving.clock import RunClock
-from pensieve_lab.workload import Answer, Server, Steps, UserTurn, add_steps
+from pensieve_lab.workload import Answer, Server, Steps, UserTurn, subtract_steps
 
 # The run stays open this long after the window, so that its last turns are handed over: ten times a void lag.
 _LATE_S = 0.1
@@ -144,7 +144,7 @@ def serve(
             num_refused=client.num_refused,
             lags=list(client.lags),
             counters={name: after.counters[name] - before.counters[name] for name in after.counters},
-            steps=add_steps(after.steps, before.steps, -1),
+            steps=subtract_steps(after.steps, before.steps),
             end_s=end_s,
         )
         afterwards(loop.go_on)

@@ -21,7 +21,7 @@ from pensieve_lab.simulator.routing import ROUTERS, Router
 from pensieve_lab.workload import Session
 from pensieve_lab.workload.client import Client
 from pensieve_lab.workload.server import History, Server
-from pensieve_lab.workload.step_totals import Steps, StepTotals, add_steps
+from pensieve_lab.workload.step_totals import Steps, StepTotals, add_steps, subtract_steps
 from pensieve_lab.workload.turns import Answer, UserTurn
 
 
@@ -132,7 +132,7 @@ def simulate(
     outcome = Outcome(
         answers=answers,
         counters={name: after[name] - before[name] for name in after},
-        steps=add_steps(_steps(replicas), steps_before, -1),
+        steps=subtract_steps(_steps(replicas), steps_before),
         seconds=end_s - scenario.warm_up_s,
         num_unfinished=sum(replica.num_unfinished for replica in replicas),
         num_refused=client.num_refused,

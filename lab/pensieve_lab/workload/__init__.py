@@ -19,7 +19,7 @@ from pensieve_lab.workload.readers import (
     read_trace,
 )
 from pensieve_lab.workload.server import History, Server
-from pensieve_lab.workload.step_totals import StepLog, Steps, StepTotals, add_steps, step_figures
+from pensieve_lab.workload.step_totals import StepLog, Steps, StepTotals, step_figures, subtract_steps
 from pensieve_lab.workload.summary import Distribution, TraceSummary, summarize
 from pensieve_lab.workload.synthetic import (
     SHAPES,
@@ -71,7 +71,6 @@ __all__ = [
     "TurnTrace",
     "UserTurn",
     "WorkloadError",
-    "add_steps",
     "answer_figures",
     "between",
     "cap_context",
@@ -84,6 +83,7 @@ __all__ = [
     "split_by_session",
     "start_mid_life",
     "step_figures",
+    "subtract_steps",
     "summarize",
     "throughput",
     "with_min_turns",

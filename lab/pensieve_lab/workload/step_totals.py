@@ -18,12 +18,20 @@ class StepTotals(NamedTuple):
     seconds: float = 0.0
     num_tokens: int = 0
 
-    def plus(self, other: StepTotals, sign: int = 1) -> StepTotals:
-        """Return the sums, or with sign -1 the differences."""
+    def plus(self, other: StepTotals) -> StepTotals:
+        """Return the sums of both totals."""
         return StepTotals(
-            self.num_steps + sign * other.num_steps,
-            self.seconds + sign * other.seconds,
-            self.num_tokens + sign * other.num_tokens,
+            self.num_steps + other.num_steps,
+            self.seconds + other.seconds,
+            self.num_tokens + other.num_tokens,
+        )
+
+    def minus(self, other: StepTotals) -> StepTotals:
+        """Return what these totals have more than `other`."""
+        return StepTotals(
+            self.num_steps - other.num_steps,
+            self.seconds - other.seconds,
+            self.num_tokens - other.num_tokens,
         )
 
 
@@ -77,11 +85,18 @@ class StepLog:
         self._in_flight.clear()
 
 
-def add_steps(steps: Steps, others: Steps, sign: int = 1) -> dict[int, StepTotals]:
-    """Return the sums bucket by bucket, or with sign -1 the differences."""
+def add_steps(steps: Steps, others: Steps) -> dict[int, StepTotals]:
+    """Return the sums bucket by bucket."""
     none = StepTotals()
     buckets = sorted(steps.keys() | others.keys())
-    return {bucket: steps.get(bucket, none).plus(others.get(bucket, none), sign) for bucket in buckets}
+    return {bucket: steps.get(bucket, none).plus(others.get(bucket, none)) for bucket in buckets}
+
+
+def subtract_steps(steps: Steps, earlier: Steps) -> dict[int, StepTotals]:
+    """Return what `steps` has more than `earlier`, bucket by bucket."""
+    none = StepTotals()
+    buckets = sorted(steps.keys() | earlier.keys())
+    return {bucket: steps.get(bucket, none).minus(earlier.get(bucket, none)) for bucket in buckets}
 
 
 def step_figures(steps: Steps) -> dict[str, dict[str, float]]:

@@ -3,8 +3,9 @@
 Owns: the turns, calls and waiters of one engine process.
 Does not know: how an engine is started, or what a prompt is.
 
-The connection holds only weak references to turns, so that a turn is cancelled when its caller drops it. The
-event loop keeps the tasks that wait for a turn.
+The connection holds only weak references to turns, so that a turn is cancelled when its caller drops it. A
+caller that fails or is cancelled thus needs no clean-up for its turn. The event loop keeps the tasks that
+wait for a turn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 from pensieve_jax.core.errors import EngineDiedError, PensieveError
@@ -43,13 +45,6 @@ _LOST = (
 )
 
 
-class _TurnRef(weakref.ref[RunningTurn]):
-    """Weak reference to a turn. It keeps the number, which is needed to cancel a collected turn."""
-
-    __slots__ = ("number",)
-    number: int
-
-
 class EngineConnection(asyncio.Protocol):
     """Connection to one engine process, used from one event loop.
 
@@ -73,7 +68,7 @@ class EngineConnection(asyncio.Protocol):
         self._writer = FrameWriter()
         self._transport: asyncio.Transport | None = None
         self._problem: WireError | None = None
-        self._turns: dict[int, _TurnRef] = {}
+        self._turns: dict[int, weakref.ref[RunningTurn]] = {}
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._idle: list[asyncio.Future[None]] = []
@@ -97,8 +92,7 @@ class EngineConnection(asyncio.Protocol):
             has_logprobs = sent.params.logprobs is not None
             turn = RunningTurn(self, number, turn_id or f"turn-{number}", has_logprobs=has_logprobs)
             if problem is None:
-                ref = self._turns[number] = _TurnRef(turn, self._dropped)
-                ref.number = number
+                self._turns[number] = weakref.ref(turn, partial(self._dropped, number))
             else:
                 turn.fail(problem)
             found.append(turn)
@@ -166,10 +160,10 @@ class EngineConnection(asyncio.Protocol):
         finally:
             del self._calls[number]
 
-    def _dropped(self, ref: weakref.ref[RunningTurn]) -> None:
+    def _dropped(self, number: int, _: weakref.ref[RunningTurn]) -> None:
         """Cancel a garbage-collected turn. The collector may run in another thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.cancel, cast(_TurnRef, ref).number)
+            self._loop.call_soon_threadsafe(self.cancel, number)
 
     # Incoming data, called by the event loop
 

@@ -34,6 +34,8 @@ MAX_IGNORED: Final = 500
 MAX_DEPTH_ERROR = "The body is nested too deeply."
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
 _OFFER = "the model calls no tools; `pensieve serve --tools=ignore` accepts them without effect"
+# msgspec gives the path, the bound and the expected type of an invalid field only in the text of its error.
+# These patterns read that text. An error that a release words otherwise is reported less precisely.
 _PATH: Final = re.compile(r" - at `(?:key in )?\$(?P<path>.*)`\Z")
 _MISSING: Final = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _BOUND: Final = re.compile(r"Expected `\w+` (?P<sign><=|>=|<|>) (?P<bound>\S+)\Z")
@@ -357,7 +359,7 @@ def _follow_path(value: Any, path: str, reason: str) -> tuple[str, Any]:
 
 
 def _wrong_key(value: Mapping[str, Any], reason: str) -> str:
-    """Return the first key whose value has the type that msgspec rejected."""
+    """Return the first key whose value has the type that msgspec rejected; msgspec does not name the key."""
     got = reason.rpartition("got `")[2].rstrip("`")
     return next((key for key, inner in value.items() if _kind(inner) == got), "...")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -138,15 +139,19 @@ class Replica:
 
 
 class _Batch:
-    """Turns that were submitted together, and their output since the last report."""
+    """Turns that were submitted together, and their output since the last report.
+
+    One task per turn writes to the next report, and `reports` sends it. `_has_more` is set when the report is
+    not empty; `_is_urgent` when it must not wait for the end of the interval.
+    """
 
     def __init__(self, batch_s: float) -> None:
         self._batch_s = batch_s
-        self._report = Report()
+        self._report = Report()  # the next one
         self._has_more = asyncio.Event()
         self._is_urgent = asyncio.Event()
-        self._num_left = 0
-        self._silent: dict[int, int] = {}  # prompt tokens by number of turns without a first token
+        self._num_left = 0  # turns without an ending in a report
+        self._queued: dict[int, int] = {}  # prompt tokens by number of turns without a first token
         self._turns: list[AsyncTurn] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
@@ -155,14 +160,14 @@ class _Batch:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens of turns without a first token."""
-        return sum(self._silent.values())
+        return sum(self._queued.values())
 
     def follow(self, numbers: Sequence[int], specs: Sequence[TurnSpec], turns: Sequence[AsyncTurn]) -> None:
         """Start to report the output of these turns."""
         self._num_left = len(turns)
         self._turns = list(turns)
         for number, spec, turn in zip(numbers, specs, turns, strict=True):
-            self._silent[number] = spec.num_new_tokens
+            self._queued[number] = spec.num_new_tokens
             task = asyncio.ensure_future(self._follow(number, turn))
             task.add_done_callback(self._has_ended)
             self._tasks.append(task)
@@ -177,13 +182,7 @@ class _Batch:
         sent_s = 0.0
         while True:
             await self._has_more.wait()
-            left_s = sent_s + self._batch_s - time.monotonic()
-            if left_s > 0 and not self._is_urgent.is_set():
-                try:
-                    async with asyncio.timeout(left_s):
-                        await self._is_urgent.wait()
-                except TimeoutError:
-                    pass
+            await self._wait_until(sent_s + self._batch_s)
             if self._failure is not None:
                 raise self._failure
             report, self._report = self._report, Report()
@@ -204,17 +203,26 @@ class _Batch:
         turns, self._turns = self._turns, []
         for turn in turns:
             await turn.cancel()
-        self._silent.clear()
+        self._queued.clear()
         if self._num_left:
             self._num_left = 0
             self._wake(is_urgent=True)
 
     # Private methods
 
+    async def _wait_until(self, until_s: float) -> None:
+        """Wait until this time, or until the report is urgent if that is earlier."""
+        left_s = until_s - time.monotonic()
+        if left_s > 0 and not self._is_urgent.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._is_urgent.wait()
+
     def _has_ended(self, task: asyncio.Task[None]) -> None:
         """Store an unexpected error, so that `reports` raises it and the front end does not wait for ever."""
-        self._failure = self._failure or (None if task.cancelled() else task.exception())
-        if self._failure is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._failure = self._failure or error
             self._wake(is_urgent=True)
 
     async def _follow(self, number: int, turn: AsyncTurn) -> None:
@@ -224,7 +232,7 @@ class _Batch:
             self._report.accepted.append(number)
             self._wake(is_urgent=True)
             async for delta in turn:
-                is_first = self._silent.pop(number, None) is not None
+                is_first = self._queued.pop(number, None) is not None
                 report = self._report
                 report.numbers.append(number)
                 report.texts.append(delta.text)
@@ -235,7 +243,7 @@ class _Batch:
                 self._wake(is_urgent=is_first)
         except PensieveError as error:
             report_error = error
-        self._silent.pop(number, None)
+        self._queued.pop(number, None)
         ending = Ending(number, turn.output)
         if report_error is not None:
             ending = Ending(number, error=sent_error(report_error))

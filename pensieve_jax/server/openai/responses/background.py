@@ -174,10 +174,8 @@ class BackgroundResponses:
         Raises the engine's errors.
         """
         num_lost = self._num_lost
-        if (
-            self.has_lost_confirmations
-        ):  # the engine answers in order, so earlier changes are done after this call
-            await self._services.engine.call("census")
+        if self.has_lost_confirmations:
+            await self._wait_for_sent_changes()
             if num_lost <= self._num_reconciled:  # another caller of `reconcile` has done the rest
                 return
         records = await self._driver.read(self._unfinished)
@@ -231,6 +229,14 @@ class BackgroundResponses:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     # Private methods
+
+    async def _wait_for_sent_changes(self) -> None:
+        """Wait until each change sent so far was applied or never will be; raise the engine's errors.
+
+        An engine answers in the order in which it was asked, so it is done with them when it answers a later
+        call. Any call would do; `census` changes nothing, and with replicas it goes to each of them.
+        """
+        await self._services.engine.call("census")
 
     async def _unfinished(self) -> list[ResponseRecord]:
         return await self.current("", self._claimed)

@@ -209,19 +209,20 @@ class CompletionWatcher[K: Hashable]:
     """
 
     def __init__(self) -> None:
-        self._readers: dict[int, set[K]] = {}
+        self._open: list[set[K]] = []  # one per open block of `collect`
 
     @contextmanager
     def collect(self) -> Iterator[set[K]]:
         """Yield a set that collects the keys that end during the block."""
         ended = set[K]()
-        self._readers[id(ended)] = ended
+        self._open.append(ended)
         try:
             yield ended
         finally:
-            del self._readers[id(ended)]
+            # `remove` would find the first equal set instead, such as another empty one.
+            self._open = [other for other in self._open if other is not ended]
 
     def notify(self, key: K) -> None:
         """Add `key` to the set of every open block of `collect`."""
-        for ended in self._readers.values():
+        for ended in self._open:
             ended.add(key)
