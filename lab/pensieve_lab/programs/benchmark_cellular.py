@@ -10,16 +10,12 @@
 Requests arrive as a Poisson process, and latency counts from when each was due. All systems run the same
 programs on the same weights, one after the other, in one process. *cellular* is the engine. *padding* fills
 buckets by length, round-robin or oldest first; it can also be an LSTM of whole sentences, by cuDNN or, if
-that
-is missing, by a scan. *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run continues to
-its
-last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`. The host time that
-*padding* and *merging* need to choose and plan a batch is part of both, and is also reported separately.
-Widths
-of buckets are 10 words; the names of `--systems` include others. Lengths are drawn like Europarl's, and trees
-like the TreeBank's, unless `--data` has a file of them or `--num_words` gives the length of all sentences.
-The
-last line is one JSON document (see `--json`).
+that is missing, by a scan. *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run
+continues to its last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`.
+The host time that *padding* and *merging* need to choose and plan a batch is part of both, and is also
+reported separately. Widths of buckets are 10 words; the names of `--systems` include others. Lengths are
+drawn like Europarl's, and trees like the TreeBank's, unless `--data` has a file of them or `--num_words`
+gives the length of all sentences. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations

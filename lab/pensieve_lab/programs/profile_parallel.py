@@ -7,17 +7,14 @@
 
 - All-reduces alone, of the rows of each case: many in a row, by the compiler and by our own kernel.
 - Decode steps and a prompt, each launched back to back as the engine would, against the bound of its bytes
-and
-  operations. Every device's activity on one time line: time by kernel, exchanges, gaps, how far apart the
+  and operations. Every device's activity on one time line: time by kernel, exchanges, gaps, how far apart the
   devices reached an exchange, and with `--traces` the last kernels one by one.
 - Memory of every device.
 
 Each of `--variants` (`parallel.variants`) runs in its own process, since XLA reads its flags once. All of
-these
-run one after the other, `--num_rounds` times over, within `--budget_s`. `--num_layers` shortens the model, so
-that a variant takes a minute: the layers take nearly all of the time, and the rest is the same for all
-variants.
-Finished results are in the document (`--json=FILE`) whatever happens later.
+these run one after the other, `--num_rounds` times over, within `--budget_s`. `--num_layers` shortens the
+model, so that a variant takes a minute: the layers take nearly all of the time, and the rest is the same for
+all variants. Finished results are in the document (`--json=FILE`) whatever happens later.
 """
 
 from __future__ import annotations

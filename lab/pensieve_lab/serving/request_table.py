@@ -4,8 +4,7 @@ Owns: the columns, and their compressed form inside a JSON document.
 Does not know: figures.
 
 The array is part of the document, not a separate file: load points are appended to one file, split and
-merged,
-and a companion file would get lost.
+merged, and a companion file would get lost.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ COLUMNS = (
     *("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens", "prefilled_tokens", "wasted_tokens"),
 )
 """Columns, one array each. There is a row for every answer of the run and every unanswered request of its
-window.
-Conversations are numbered by their first row. Times are whole microseconds of the run, rounded down, so that
-a request stays on its side of the window's edges. An unanswered request has the times -1, the output tokens
-that it asked for, and 0 in the columns after them."""
+window. Conversations are numbered by their first row. Times are whole microseconds of the run, rounded down,
+so that a request stays on its side of the window's edges. An unanswered request has the times -1, the output
+tokens that it asked for, and 0 in the columns after them."""
 LAGS = ("lag_due_us", "lag_us")
 """When each turn was due, and how much later its user handed it over, as two arrays."""
 END = "run_end_us"

@@ -4,8 +4,7 @@ Owns: lengths distributed like Europarl's, and readers of users' own files.
 Does not know: words, models, or when requests arrive.
 
 The thesis samples WMT-15's Europarl, German and English, and trees of Stanford's TreeBank (section 2.7.1).
-For
-the former it gives a mean of 24 words, a maximum of 330, and 99% below 100 (section 2.7.3).
+For the former it gives a mean of 24 words, a maximum of 330, and 99% below 100 (section 2.7.3).
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ def read_pairs(path: Path) -> SentencePairs:
     """Read lengths from a CSV of two columns of word counts, as in the OpenNMT sample.
 
     A first line of names is skipped. If the names hold "en" and then "de", the columns are English and
-    German,
-    and German is the source; otherwise they are source and target. A length of 0 counts as 1.
+    German, and German is the source; otherwise they are source and target. A length of 0 counts as 1.
 
     Raises:
       TraceError: a row is not two counts.

@@ -65,8 +65,7 @@ class RecordedThink:
     """Recorded think times: `think_s` of the turn, else its `gap_s`, else drawn from `otherwise`.
 
     A gap is used unchanged. It runs from arrival to arrival, so it includes the recorded service's answer,
-    whose
-    duration is unknown. Sessions replayed by gaps therefore think too long by one answer.
+    whose duration is unknown. Sessions replayed by gaps therefore think too long by one answer.
 
     Attributes:
       otherwise: distribution for turns without either; None makes such a turn an error.
