@@ -43,7 +43,7 @@ from pensieve_lab.cells.whole_sentences import LENGTHS, WholeSentences, limit_of
 from pensieve_lab.experiments.panels import Panel, draw_panels
 
 FLAGS = flags.FLAGS
-_LEAST_REQUESTS, _WARM_UP = 500, 300
+_MIN_REQUESTS, _WARM_UP = 500, 300
 _WHOLE_BATCHES = (1, 8, 32, 64, 128, 256)  # in addition to the largest
 _CLOSE = 1e-2  # largest difference between two implementations, in float32 or bfloat16
 _COLUMNS = (
@@ -96,7 +96,7 @@ class Systems:
     def measure(self, name: str, rate: int) -> dict[str, Any]:
         """Serve one rate with one system; return a row."""
         planning: dict[str, float] = {}
-        num = int(max(rate * FLAGS.seconds, _LEAST_REQUESTS))
+        num = int(max(rate * FLAGS.seconds, _MIN_REQUESTS))
         requests = self._model.requests(num, FLAGS.seed)
         arrival_s = loads.arrivals(rate, num, seed=FLAGS.seed)
         if name in systems.WHOLE_WIDTHS:

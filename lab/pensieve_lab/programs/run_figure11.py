@@ -66,7 +66,7 @@ from pensieve_lab.serving.load_points import define_load_flags
 FLAGS = flags.FLAGS
 UNITS = {"*_s": "seconds", "documents": "each has its own units"}
 _SHARES = {TOKENS: 0.2, STEPS: 0.4, LOOPS: 1.0}  # maximum shares of the budget
-_LEAST_SHARE = 0.05  # minimum share left to begin a part
+_MIN_SHARE = 0.05  # minimum share left to begin a part
 
 
 class Call:
@@ -92,7 +92,7 @@ class Call:
             self._say(part, "done before")
             return True
         limit_s = min(_SHARES[part] * FLAGS.budget_s, FLAGS.budget_s - self._taken_s())
-        if limit_s < _LEAST_SHARE * FLAGS.budget_s:
+        if limit_s < _MIN_SHARE * FLAGS.budget_s:
             self._say(part, f"not started, as {max(limit_s, 0.0):.0f} s were left")
             return True
         with tempfile.TemporaryDirectory() as directory:
