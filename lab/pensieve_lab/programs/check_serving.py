@@ -105,8 +105,8 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
         max_position_embeddings=config.runner.max_position_embeddings,
     )
     reference = DenseReference(model)
-    # Every sequence is padded to one length, and everything after the shortest first prompt counts as emitted,
-    # so that the reference is compiled once. Padding after a token does not change its logits.
+    # Every sequence is padded to one length, and everything after the shortest first prompt counts as
+    # emitted, so that the reference is compiled once. Padding after a token does not change its logits.
     longest = max(len(one.token_ids) for one in served)
     num_first = min(len(one.prompts[0]) for one in served)
     params = SamplingParams(max_tokens=longest, ignore_eos=True)
