@@ -43,7 +43,7 @@ __all__ = [
     "checked_config",
 ]
 _STAGED_BYTES = 10**9  # chunks in transit per direction and device: about 20 ms of copying
-_LEAST_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
+_MIN_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
 _NUM_BUCKETS_ELSEWHERE = 4  # few, because models are small there and compiling dominates the start
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/steps.md
@@ -381,7 +381,7 @@ class EngineConfig:
         Args:
           page_bytes: bytes of a device's share of a page.
         """
-        enough = max(_STAGED_BYTES // page_bytes, _LEAST_STAGED_PAGES)
+        enough = max(_STAGED_BYTES // page_bytes, _MIN_STAGED_PAGES)
         num_pages = min(self.runner.max_num_staged_pages, enough)
         return replace(self, runner=replace(self.runner, max_num_staged_pages=num_pages))
 

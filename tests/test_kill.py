@@ -134,8 +134,7 @@ def test_chunks_leave_the_device_on_the_way(lives, unkilled, record_property):
     """The engine has no room for everything: it swaps, and drops.
 
     The first steps after a start may end before anything comes back from the CPU; the process that is not
-    killed
-    shows it.
+    killed shows it.
     """
     reports = [mark[1] for mark in unkilled[0] if mark[0] == "reported"]
     assert sum(report.swapped_in_tokens for report in reports) > 0

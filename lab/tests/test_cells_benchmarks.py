@@ -37,7 +37,7 @@ def benchmark(launch, capsys, monkeypatch, compilation_cache):
 def few(monkeypatch):
     """Limit the requests of a load."""
     module = load("benchmark_cellular")
-    monkeypatch.setattr(module, "_LEAST_REQUESTS", 20)
+    monkeypatch.setattr(module, "_MIN_REQUESTS", 20)
     monkeypatch.setattr(module, "_WARM_UP", 3)
 
 

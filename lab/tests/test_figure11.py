@@ -213,7 +213,7 @@ def test_a_second_call_goes_on_with_what_is_missing(figure, stubs, tmp_path, mon
     stubs.written["loops"] = [point("stateless", 1.0)]
     with monkeypatch.context() as patch:
         patch.setattr(script, "_SHARES", {"tokens": 1.0, "steps": 0.01, "loops": 1.0})
-        patch.setattr(script, "_LEAST_SHARE", 0.0)
+        patch.setattr(script, "_MIN_SHARE", 0.0)
         parts, out = figure(status=1, budget_s=30)
     assert [parts[name]["state"] for name in figure11.PARTS] == ["failed"] * 3
     assert parts["steps"]["tries"][0]["failed"] == "took longer than 0 s"

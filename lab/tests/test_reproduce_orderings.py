@@ -2,8 +2,7 @@
 
 Times are virtual, so nothing here depends on the machine; magnitudes are in `lab/docs/paper_and_we.md`. If an
 ordering concerns one load or one memory size, only that is simulated; `fig10b` and `make test-all` simulate
-the
-others too.
+the others too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """OPT: learned positions (offset 2), layer norm before or after each block, biases, ReLU MLP.
 
 Supports the published variants: pre-norm (all but 350m), post-norm with an embedding table narrower than
-the hidden size (350m), and models without biases or without affine norms. Owns the modules, and the family's
-config.json, weight map and presets. Its tokenizers have no chat template.
+the hidden size (350m), and models without biases or without affine norms. Owns the modules, the parsing and
+writing of config.json, the weight map and the presets. OPT's tokenizers have no chat template.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ from model_defs.sharding import constrain
 from model_defs.tensor_recipes import WeightMap, attention_recipes, matrix, table, token_recipes, vector
 from model_defs.tiny_preset import tiny_preset
 
-_POSITION_OFFSET = 2  # rows 0 and 1 of the table are for padding, as in OPT's training
+_POSITION_OFFSET = 2  # OPT's checkpoints reserve rows 0 and 1 of the table for padding
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new"}  # names that differ in config.json
+_WRITTEN_ACTIVATIONS = {"gelu_tanh": "gelu_new"}  # names in config.json that differ from ours
 
 
 def _published(num_layers: int, hidden_size: int, num_heads: int) -> ModelConfig:
@@ -90,9 +90,10 @@ class OPTLayer(nnx.Module):
     def __call__(
         self, layer_index: int, x: jax.Array, y: Summand | None, attention: Attention
     ) -> tuple[jax.Array, Summand | None]:
-        """Run the layer on the stream f32[T, hidden_size] and a pending term; return both after the layer.
+        """Run the layer on the residual stream `x` f32[T, hidden_size]; return the new stream and term.
 
-        With post-norm there is no pending term: the normed sum is the stream.
+        `y` is the output of the previous layer, which the first norm adds to the stream; the returned term
+        is for the next layer's norm. With post-norm it is None, since the stream is the normed sum.
         """
         if self.pre_norm:
             x, normed = self.attention_norm.add(x, y)
@@ -130,7 +131,7 @@ class OPT(Decoder):
         return "final_norm", "project_out", "embed" if self.head is None else "head"
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens and positions, which must be inside the table; see `Decoder`."""
+        """Embed tokens and positions; see `Decoder`. Positions must be below `max_position_embeddings`."""
         x = self.embed(token_ids)
         if self.project_in is not None:
             x = self.project_in(x).astype(jnp.float32)
@@ -140,8 +141,8 @@ class OPT(Decoder):
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
-        """Run layers; see `Decoder`. Positions are unused here."""
-        y = None  # the next layer's norm adds a layer's output in the same pass
+        """Run layers; see `Decoder`. Positions are unused: `embed_tokens` has added them."""
+        y = None  # output of the layer before, which the next norm adds in the same kernel
         for layer_index in range(start, stop):
             x, y = self.layers[layer_index](layer_index, x, y, attention)
         return x if y is None else x + finish_sum(y)

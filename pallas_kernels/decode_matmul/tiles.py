@@ -21,7 +21,7 @@ MIN_PROGRAMS, _MAX_PROGRAMS = 64, 132
 # Least share of program slots that are used over all rounds. Below it the last round is half empty or more,
 # but takes as long as the others. For 9,216 columns, a depth of 18,432 and 32 rows on an H200, 144 programs
 # of 64 columns take 98 us, XLA, which splits sums, 87, and 72 programs of 128 columns 80.
-_LEAST_FILL = 0.75
+_MIN_FILL = 0.75
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def default_tile(num_rows: int, depth: int, width: int, *, gated: bool) -> Matmu
 
 
 def _fills_rounds(num_programs: int) -> bool:
-    return num_programs >= _LEAST_FILL * -(-num_programs // _MAX_PROGRAMS) * _MAX_PROGRAMS
+    return num_programs >= _MIN_FILL * -(-num_programs // _MAX_PROGRAMS) * _MAX_PROGRAMS

@@ -33,8 +33,8 @@ import numpy as np
 # One in 6,000 normally distributed numbers is an escape, with or without large channels. None of thousands of
 # tiles of 32 tokens and heads of 128 needed more than 8 of its 32 places.
 _NUMBERS_PER_PLACE = 128
-_LEAST_TOKENS = 2
-MOST_BELOW = np.int32(15)
+_MIN_TOKENS = 2
+MAX_BELOW = np.int32(15)
 ZERO, ESCAPE = np.int32(14), np.int32(15)
 _FARTHEST = np.int32(511)  # above every distance of two exponents, below those of a number and a zero
 _FAR_BELOW = np.int32(-1024)
@@ -85,7 +85,7 @@ class PackedTile(NamedTuple):
 
 def packed_tile(page_size: int, head_dim: int) -> PackedTile | None:
     """Return the packed layout of pages of this shape; None if packing saves nothing."""
-    if page_size < _LEAST_TOKENS or page_size % 2 or head_dim < 2 or head_dim % 2:
+    if page_size < _MIN_TOKENS or page_size % 2 or head_dim < 2 or head_dim % 2:
         return None
     tile = PackedTile(page_size, head_dim)
     return tile if tile.num_rows < 2 * page_size else None
@@ -106,7 +106,7 @@ def signed_mantissas(bits: Any) -> Any:
 
 def columns_below(highest: Any) -> Any:
     """Return the columns' offsets from their largest exponents [..., head_dim]."""
-    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, MOST_BELOW)
+    return jnp.minimum(highest.max(axis=-1, keepdims=True) - highest, MAX_BELOW)
 
 
 def weights_of(exponent: Any, column: Any) -> Any:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.page_copies.packing import (
     ESCAPE,
-    MOST_BELOW,
+    MAX_BELOW,
     PackedTile,
     as_bits,
     as_numbers,
@@ -187,7 +187,7 @@ def _pack_kernel(pages_ref: Any, first_ref: Any, *refs: Any, num_pools: int, til
     bits = as_bits(_switch(layer, [functools.partial(load, ref) for ref in pool_refs]))
     exponent = exponents(bits)
     highest = exponent.max(axis=0).max(axis=0)
-    column = jnp.minimum(highest.max(axis=1).max(axis=0) - highest, MOST_BELOW)
+    column = jnp.minimum(highest.max(axis=1).max(axis=0) - highest, MAX_BELOW)
     weights = weights_of(exponent, column)
     row = jnp.maximum(weights.max(axis=3).max(axis=2), np.int32(0))
     codes = codes_of(row[:, :, None, None] - weights)

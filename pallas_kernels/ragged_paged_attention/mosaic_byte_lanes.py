@@ -42,7 +42,7 @@ NUM_WARPS = 4
 TILE_ROWS = 8  # queries of one product
 # Hidden scores, and an initial maximum above these and below all visible scores.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
-_LEAST_SCALE = 2.0**-100  # smaller scales of values are raised to it: these values are negligible
+_MIN_SCALE = 2.0**-100  # smaller scales of values are raised to it: these values are negligible
 _STEPS = HEAD_DIM // 16  # steps of a contraction over elements
 _TILES = HEAD_DIM // 16  # tiles of sums
 _QUERY_REGISTERS, _SUM_REGISTERS, _ROW_REGISTERS = 2 * _STEPS, 4 * _TILES, 4
@@ -218,7 +218,7 @@ def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Re
         high = threads.load_byte(scales, start + which * HEAD_DIM)
         low = threads.load_byte(scales, start + (which * HEAD_DIM + shape.page_size))
         found.append(threads.as_float(threads.permute_bytes(low, high, 0x4011)))
-    found[1] = threads.log2(threads.maximum(found[1], _LEAST_SCALE))
+    found[1] = threads.log2(threads.maximum(found[1], _MIN_SCALE))
     places = range(2 * shape.key_tiles)
     of_keys, of_values = [[threads.shuffle(x, key_of(threads.g) + 8 * p) for p in places] for x in found]
     return of_keys, of_values

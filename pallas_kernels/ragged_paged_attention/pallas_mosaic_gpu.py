@@ -4,14 +4,14 @@ Owns: the launches of the Mosaic tile classes, and the fetching part of the kern
 how tiles are chosen (`tile_lists`), how attention is computed (`mosaic_compute`, `mosaic_bytes`), how codes
 are converted (`mosaic_convert`), or how split key ranges are merged. Called by: `api`.
 
-A program is persistent on its multiprocessor and computes many items; an item is one tile and one KV head.
-One warpgroup fetches keys and values page by page through the tensor memory accelerator (TMA) into a ring of
+A program stays on its multiprocessor and computes many items; an item is one tile and one KV head. One
+warpgroup fetches keys and values page by page through the tensor memory accelerator (TMA) into a ring of
 blocks. The ring continues across items, so the next item's keys arrive while this one ends. The other
 warpgroups compute, 64 rows each. Pages in 8 bits are fetched into a ring of codes, from which one more
 warpgroup makes the blocks for the others.
 
-Rows are in head-major order, not token by token as in the Triton kernel. So one head's tokens are a run of
-rows, which a single copy moves.
+The rows of a tile are in head-major order, not token by token as in the Triton kernel. So the tokens of one
+head are consecutive rows, which a single copy moves.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, TileSpec, result_shapes
 
-# Registers of a thread that computes, fetches and converts, by the number of computing warpgroups; together
-# they fill the register file. A program of two warpgroups has the most registers per thread from the start.
+# Registers per thread of the computing, fetching and converting warpgroups, by the number of computing
+# warpgroups. Together they fill the register file. A program of only two warpgroups needs no entry, since its
+# threads already have the most registers that a thread may have.
 _REGISTERS, _BYTE_REGISTERS = {2: (240, 24)}, {1: (240, 24, 128), 2: (216, 24, 56)}
 
-# Another view of the bytes of `TILES`: row by row.
+# The bytes that `TILES` describes, seen row by row: queries are copied in runs of rows.
 _ROWS = (plgpu.TilingTransform((COLUMNS,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
 
@@ -91,9 +92,10 @@ def mosaic_attention(
 
 @functools.cache
 def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
-    """Return the kernel of a class as a jitted function of `Inputs`; `out_type` describes missing inputs.
+    """Return the kernel of a tile class as a jitted function of `Inputs`.
 
-    It is cached: a model calls it in every layer, but tracing and lowering, which take a second, happen once.
+    `out_type` describes the outputs; it is empty if the inputs include the buffers to write. The kernel is
+    cached: a model calls it in every layer, but tracing and lowering, which take a second, happen once.
     """
     num_warpgroups, tile_class = launch.num_warpgroups, launch.tile_class
     num_squares, num_stages = len(launch.column_starts), tile_class.num_stages
@@ -103,7 +105,7 @@ def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
     if not launch.interpret:  # in the interpreter the members of a union do not share memory
         q = plgpu.RefUnion(q, plgpu.SMEM(q_shape, launch.dtype, transforms=_ROWS))
     num_runs = num_warpgroups * (WARPGROUP_ROWS // launch.run_rows)
-    # Arrivals are the pages of a block, or the warpgroup that has converted it.
+    # A block is complete when all its pages have arrived, or when the converting warpgroup has written it.
     num_arrivals = 1 if tile_class.in_bytes else launch.pages_per_block
     complete = plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_stages)
     read_by_all = functools.partial(plgpu.Barrier, num_arrivals=num_warpgroups)
@@ -128,8 +130,8 @@ def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
         grid_names=("program",),
         num_threads=num_warpgroups + 1 + tile_class.in_bytes,
         thread_name="warpgroup",
-        # There is an explicit barrier wherever a warpgroup reads or overwrites by plain accesses what it used
-        # before. Rows' maxima and sums are over a few lanes, which needs no shared memory.
+        # The kernel has its own barriers where plain accesses of a warpgroup reuse shared memory. Maxima and
+        # sums of rows are reduced over a few lanes, which needs no shared memory.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
@@ -205,7 +207,7 @@ def _fetch(
         lax.fori_loop(0, num_blocks, fetch_block, ids)
 
     num_items, _ = for_each_item(launch, inputs, program, fetch_item)
-    # Wait for every arrival, also the last ones.
+    # Wait for the arrivals that are still outstanding, before the program ends.
     plgpu.barrier_wait(shared.q_free.at[lax.rem(num_items, 2)])
     for stage in range(num_stages):
         for ring in rings:
@@ -216,7 +218,7 @@ def _fetch_queries(launch: KernelLaunch, inputs: Inputs, shared: Shared, item: I
     plgpu.barrier_wait(shared.q_free.at[buffer])
     for warpgroup in range(launch.num_warpgroups):
         for row, head, token in launch.runs(warpgroup):
-            # Tokens past the tile belong to others, or are zeros past the last token. They are not stored.
+            # Tokens past the tile belong to other tiles, or are zeros. Their results are not stored.
             tokens = pl.ds(item.token + token, launch.run_rows)
             if launch.has_spare_heads:  # padding repeats the last head's rows, which are not stored
                 head = jnp.minimum(head, launch.spec.group - 1)

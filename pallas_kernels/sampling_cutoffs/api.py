@@ -1,10 +1,10 @@
-"""Public call of the sampling cutoffs: argument checks and choice of the back end.
+"""Public interface of the sampling cutoffs: argument checks and choice of the back end.
 
 Owns: the definition of a cutoff. Does not know: temperatures, noise, or how scores become keys and masses.
 
 A row's *keys* are its scores as integers with the same order. Its *masses* are the probabilities of its ids,
-in units of 2**-24 of the most likely one. Top-k keeps the k largest keys and all that tie with the last of
-them. Of these, top-p keeps the largest that have at least the fraction p of their mass, and all ties.
+in units of 2**-24 of the most likely one. Top-k keeps the k largest keys and all ties of the k-th. Of
+these, top-p keeps the largest ones, as few as have the fraction p of their total mass, and ties of the last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BACKENDS = ("xla", "pallas_triton")
 
 
 class CutoffArgumentError(ValueError):
-    """An argument is not supported by any back end; the message names it and the limit."""
+    """Error of an argument that no back end supports; the message names the argument and its limit."""
 
 
 def choose_backend(device: jax.Device) -> str:
@@ -39,15 +39,15 @@ def cutoffs(
     backend: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
-    """Return per row the least key that both cuts keep; 0 where nothing is cut.
+    """Return the smallest key per row that both top-k and top-p keep; 0 for a row that keeps every key.
 
     All back ends return the same bits.
 
     Args:
       keys: u32[S, V], V at most 2**19.
       masses: u32[S, V], at most 2**24 each.
-      top_k: i32[S]; 0 disables it, and more than V cuts nothing.
-      top_p: f32[S]; 1 disables it, and any lower value keeps at least one id that has mass.
+      top_k: i32[S]; 0 disables top-k, and a value of at least V keeps every id.
+      top_p: f32[S]; 1 disables top-p; any lower value keeps at least one id with a mass above 0.
       backend: "xla" or "pallas_triton"; see `choose_backend`.
       interpret: run the Triton kernel without a GPU, slowly.
 
@@ -61,7 +61,7 @@ def cutoffs(
     if backend not in _BACKENDS:
         raise CutoffArgumentError(f"backend is {backend!r}, but must be one of {_BACKENDS}")
     if backend == "pallas_triton":
-        # Imported late: upstream has deprecated this back end, and only its own file may depend on it.
+        # Imported here, because JAX has deprecated Pallas' Triton back end: no other import may need it.
         from pallas_kernels.sampling_cutoffs.pallas_triton import triton_cutoffs
 
         return triton_cutoffs(keys, masses, top_k, top_p, interpret=interpret)
@@ -71,7 +71,7 @@ def cutoffs(
 def _check(keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax.Array) -> None:
     if keys.ndim != 2 or not (keys.size and keys.shape[1] <= MAX_VOCAB_SIZE):
         raise CutoffArgumentError(
-            f"keys are {keys.shape}, but must be one row or more, each of 1 to {MAX_VOCAB_SIZE} ids"
+            f"keys are {keys.shape}, but must be [S, V], S at least 1, V from 1 to {MAX_VOCAB_SIZE}"
         )
     wanted = {
         "keys": (keys, keys.shape, jnp.uint32),

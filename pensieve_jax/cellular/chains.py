@@ -1,10 +1,10 @@
-"""Fast partition of graphs whose chains each have one type: sentences, or an encoder and its decoder.
+"""Fast partition of graphs that consist of chains, each of one cell type: sentences, encoder-decoders.
 
-Owns: this case, for which a few array operations suffice.
-Does not know: other graphs.
+Owns: the columns (`GraphColumns`) of such graphs, which take only a few array operations.
+Does not know: graphs with other shapes; `partition` handles them.
 
-Most served requests are of this form. At low load they arrive one by one, and then the number of array
-operations is the cost of a request.
+Most served requests have this form. At low load they arrive one by one, so a request costs about as much as
+its number of array operations.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pensieve_jax.cellular.graph import Graph
 from pensieve_jax.cellular.parts import NO_STOP, NONE, GraphColumns, Several
 from pensieve_jax.cellular.pieces import NO_NODE
 
-_NOTHING = Several(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64))
+_NO_VALUES = Several(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64))
 
 
 def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
-    """Derive the columns of the graphs; return None if this module does not support their form.
+    """Return the columns of the requests' graphs; None if this module does not support their form.
 
-    In a supported graph each chain is a subgraph. Only its last node is read by another chain or returned,
-    and no node is read twice.
+    In a supported graph each chain is a subgraph. Only the last node of a chain may be returned or read by
+    another chain, and no two chains read the same node.
     """
     if not graph.has_only_chains:
         return None
@@ -41,8 +41,8 @@ def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
     sub = np.arange(len(starts)).repeat(sizes)
     sub_request = np.arange(len(graph.ends)).repeat(counts[1])
     is_linked = afters != NO_NODE
-    found = _nodes(graph, starts, lasts, afters, sub[afters[is_linked]])
-    if found is None:
+    node_columns = _nodes(graph, starts, lasts, afters, sub[afters[is_linked]])
+    if node_columns is None:
         return None
     sub_consumer = np.full(len(starts), NONE, np.int64)
     sub_consumer[sub[afters[is_linked]]] = is_linked.nonzero()[0]
@@ -51,7 +51,7 @@ def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
         kind=kinds[sub],
         request=sub_request[sub],
         sub=sub,
-        consumers=_NOTHING,
+        consumers=_NO_VALUES,
         stop=stops[sub],
         chain_end=lasts[sub] + 1,
         sub_request=sub_request,
@@ -61,21 +61,25 @@ def partition(graph: Graph, *, max_depth: int) -> GraphColumns | None:
         is_irregular=~np.array([one.is_chained for one in graph.types.types])[kinds],
         sub_waits=is_linked.astype(np.int64),
         sub_consumer=sub_consumer,
-        sub_consumers=_NOTHING,
+        sub_consumers=_NO_VALUES,
         first=starts,
-        firsts=_NOTHING,
+        firsts=_NO_VALUES,
         request_nodes=ends[0],
         request_subs=ends[1],
         num_returned=counts[2],
         rows=_rows(graph, kinds, kinds[sub[afters]], is_linked, sub_request),
-        **found,
+        **node_columns,
     )
 
 
 def _nodes(
     graph: Graph, starts: np.ndarray, lasts: np.ndarray, afters: np.ndarray, linked: np.ndarray
 ) -> dict[str, Any] | None:
-    """Derive the columns that depend on inputs; `linked` are the chains that others read."""
+    """Return the columns that depend on inputs; None if an input is not supported.
+
+    `afters` is the node that each chain continues. `linked` is the chain of that node, for each chain that
+    continues another.
+    """
     num = graph.num_nodes
     inputs = np.full((max(graph.types.max_fan_in, 1), num), NO_NODE, np.int64)
     inputs[0] = np.arange(-1, num - 1)
@@ -88,7 +92,7 @@ def _nodes(
     uses[lasts] = 0
     returned = np.full(num, -1, np.int32)
     if graph.returned:
-        uses[graph.returned] = 1  # all of them are last nodes
+        uses[graph.returned] = 1  # `has_only_chains` ensures that these are last nodes
         returned[graph.returned] = graph.places
     if len(linked):
         read = afters[afters != NO_NODE]
@@ -101,10 +105,10 @@ def _nodes(
 def _rows(
     graph: Graph, kinds: np.ndarray, kinds_before: np.ndarray, is_linked: np.ndarray, sub_request: np.ndarray
 ) -> np.ndarray:
-    """Return [requests, kinds of state]: a row per chain, unless it reuses the row of the chain before it."""
+    """Return the column `rows`: a row per chain, unless it continues in the row of the chain it reads."""
     states = np.array([one.state_kind for one in graph.types.types])
     state = states[kinds]
-    begins_row = ~is_linked | (states[kinds_before] != state)
+    needs_row = ~is_linked | (states[kinds_before] != state)
     num_requests, num_kinds = len(graph.ends), len(graph.types.kinds)
-    found = np.bincount((sub_request * num_kinds + state)[begins_row], minlength=num_requests * num_kinds)
-    return found.reshape(num_requests, num_kinds)
+    counts = np.bincount((sub_request * num_kinds + state)[needs_row], minlength=num_requests * num_kinds)
+    return counts.reshape(num_requests, num_kinds)

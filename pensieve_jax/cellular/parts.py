@@ -1,6 +1,6 @@
 """Data derived from the graphs of requests, as columns of nodes, subgraphs and requests.
 
-Owns: the names of the columns, and the markers for no value and for several.
+Owns: the names of the columns, and the markers `NONE` and `MANY`.
 Does not know: how the columns are computed.
 """
 
@@ -63,7 +63,7 @@ class GraphColumns:
       first, firsts: nodes of each subgraph that read no node of it, in the form of `consumer`.
       request_nodes, request_subs: one more than the last node, and subgraph, of each request.
       num_returned: number of states that each request returns.
-      rows: [requests, kinds of state], most rows that are needed.
+      rows: [requests, kinds of state], upper bound of the state rows that each request needs.
     """
 
     kind: np.ndarray

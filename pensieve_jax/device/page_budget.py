@@ -19,7 +19,7 @@ from pensieve_jax.device.transfers.copy_batches import max_padding
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_bytes
 
-_LEAST_PAGES = 2
+_MIN_PAGES = 2
 _OTHER_WAYS = "raise runner.tensor_parallel_size or XLA_PYTHON_CLIENT_MEM_FRACTION, JAX's share of the device"
 # Memory that a device uses beside arrays when there are several: buffers that peers write to, and those of
 # compilation, which autotunes products. An estimate; `pensieve_lab.programs.profile_parallel` measures it.
@@ -72,7 +72,7 @@ def num_pages_in(
         used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
         left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes
         num_pages = left_bytes // page_bytes - 1
-        if num_pages < _LEAST_PAGES:
+        if num_pages < _MIN_PAGES:
             beside = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
             beside += f", exchanges {reserved_bytes:,}" if reserved_bytes else ""
             limit = (
@@ -166,8 +166,8 @@ class PageBudget:
         if self.fraction is not None:
             room_bytes = int(fraction * limit_bytes) - self.reserved_bytes
         most = (room_bytes - self.weights_bytes - self.staging_bytes) // self.page_bytes - 1
-        if most < _LEAST_PAGES:
-            fits = f"{self._less}, and then not even {_LEAST_PAGES} pages fit"
+        if most < _MIN_PAGES:
+            fits = f"{self._less}, and then not even {_MIN_PAGES} pages fit"
         elif self.fraction is not None:
             fits = f"at most {fraction:.2f} ({most:,} pages)"
         else:
@@ -198,10 +198,10 @@ class PageBudget:
             f"{self._less}: {self._steps} {need} {left} did not have beside "
             f"{self.gpu_pages:,} pages ({_size(self._pages_bytes)})"
         )
-        return self._refusal(limit, f"{self._hint(_LEAST_PAGES, of_steps=True)}; {in_a_line(error)}")
+        return self._refusal(limit, f"{self._hint(_MIN_PAGES, of_steps=True)}; {in_a_line(error)}")
 
     def _hint(self, most: int, *, of_steps: bool) -> str:
-        names = ["it"] if most >= _LEAST_PAGES else []
+        names = ["it"] if most >= _MIN_PAGES else []
         names += ["scheduler.max_num_batched_tokens"] if of_steps else []
         return f"lower {' or '.join(names)}, or {_OTHER_WAYS}" if names else _OTHER_WAYS
 

@@ -15,7 +15,7 @@ from pensieve_jax.core.conversation import Conversation
 
 
 class TurnEnd(NamedTuple):
-    """The end of a turn in tokens from the root of its tree, and whether the history has the turn."""
+    """End of a turn, in tokens from the root of its tree, and whether the history has stored the turn."""
 
     num_tokens: int
     durable: bool
@@ -32,11 +32,11 @@ class LiveConversation:
 
 @dataclass(eq=False, slots=True)
 class Branch(LiveConversation):
-    """A conversation whose turns are placed by their caller: a path in a tree of turns.
+    """A conversation that is a path in a tree of turns; its caller names the turn that each turn continues.
 
     Attributes:
       owner: owner of the tree.
-      path: the answered turns by id, in order.
+      path: answered turns by id, from the root to the latest.
       hashes: hashes of its full chunks; see `chunk_index`.
     """
 

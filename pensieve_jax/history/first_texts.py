@@ -1,7 +1,7 @@
-"""The first text of a user, read from the beginning of a request's items, since a message may be very long.
+"""The first user text of a request, read from only the first bytes of its items, since these may be long.
 
-Owns: how much is read, and how truncated items are parsed.
-Does not know: which request it is.
+Owns: the number of bytes that are read, and the parser of truncated items.
+Does not know: which request's text is needed, or why.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Any, Final
 from pensieve_jax.history.connection import Connection
 
 MAX_BYTES: Final = 32_768
-"""Bytes of a request's items (JSON in ASCII) that are read; a user's text that begins later is not found."""
+"""Bytes of a request's items (JSON in ASCII) that are read; a user text that begins later is not found."""
 _DECODER: Final = json.JSONDecoder()
-_BETWEEN: Final = re.compile(r"[\[,\s]*")
+_SEPARATORS: Final = re.compile(r"[\[,\s]*")
 _ROLE: Final = re.compile(r'"role": *"user"')
 _TEXT: Final = re.compile(r'"(?:text|content)": *"((?:[^"\\]++|\\u[0-9a-f]{4}|\\[^u])*+)')
 
 
 def read_first_text(connection: Connection, rowid: int) -> str:
-    """Return the beginning of the first user text in a response's own input; "" without one."""
+    """Return the beginning of the first user text in a response's own input; "" if there is none."""
     return first_text(connection.beginning("responses", "input_items", rowid, MAX_BYTES))
 
 
 def first_text(items: str) -> str:
-    """Return the text of the first item of a user in a JSON list, which may be truncated anywhere."""
-    position = _end_of(_BETWEEN, items, 0)
+    """Return the text of the first user item in a JSON list that may be truncated anywhere; "" if none."""
+    position = _end_of(_SEPARATORS, items, 0)
     while position < len(items) and items[position] == "{":
         try:
             item, position = _DECODER.raw_decode(items, position)
         except ValueError:  # the item is truncated
-            return _text_of_cut(items[position:])
+            return _text_of_truncated(items[position:])
         if item.get("role") == "user":
             return text_of(item)
-        position = _end_of(_BETWEEN, items, position)
+        position = _end_of(_SEPARATORS, items, position)
     return ""
 
 
@@ -47,14 +47,17 @@ def text_of(item: dict[str, Any]) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-def _text_of_cut(item: str) -> str:
-    """Return the first part of a truncated item. Stored items have their role before their content."""
+def _text_of_truncated(item: str) -> str:
+    """Return the text of a truncated user item up to the cut; "" for another role.
+
+    Stored items have their role before their content.
+    """
     role = _ROLE.search(item)
     text = None if role is None else _TEXT.search(item, role.end())
     if text is None:
         return ""
-    said: str = json.loads(f'"{text[1]}"')
-    return said.encode("utf-8", "ignore").decode()  # drops the first half of a surrogate pair
+    decoded: str = json.loads(f'"{text[1]}"')
+    return decoded.encode("utf-8", "ignore").decode()  # drop half a surrogate pair at the cut
 
 
 def _end_of(pattern: re.Pattern[str], text: str, position: int) -> int:

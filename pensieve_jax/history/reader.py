@@ -75,11 +75,11 @@ class KnownRequest:
     """A request that was sent with an idempotency key.
 
     Attributes:
-      became: the id of its response, or the name under which its items were appended.
+      result_id: id of its response, or the name from which the ids of its appended items are derived.
     """
 
     body_sha256: str
-    became: str
+    result_id: str
     expires_at_s: float
 
 

@@ -22,7 +22,7 @@ _GRAIN_TOKENS = 16
 _KNEE_TOKENS = 200
 _FILLED_FROM_TOKENS = 256  # up to this size, other tokens cost less beside decodes than in a separate step
 _NEARLY_FULL = 8  # a bucket with at most 1/8 padding counts as full
-_LEAST_SHARE = 4  # a step computes at least 1/4 of the missing tokens, even if fewer would fill a bucket
+_MIN_SHARE = 4  # a step computes at least 1/4 of the missing tokens, even if fewer would fill a bucket
 _ENOUGH_FOR_DECODES = 8
 
 
@@ -115,7 +115,7 @@ def step_limit(
     """
     num_missing = num_decodes + num_others
     is_spread = num_decodes > 0 and prompt_steps > 0
-    share = prompt_steps if is_spread else _LEAST_SHARE
+    share = prompt_steps if is_spread else _MIN_SHARE
     num_least = num_decodes + max(chunk_tokens, -(-num_others // share))
     if is_spread:
         return _smallest_bucket_for(buckets, min(max(num_least, _FILLED_FROM_TOKENS), num_missing))

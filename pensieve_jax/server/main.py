@@ -42,7 +42,7 @@ EXIT_DAMAGED: Final = 2
 """Same status as a refused start. A restarted server would serve an empty history."""
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _KEEP_ALIVE_S = 75  # longer than the minute or so for which clients' pools keep connections
 _log = logging.getLogger(__name__)
 _UNTAKEN_MS = 30_000
@@ -225,7 +225,7 @@ async def bind_in_time(host: str, port: int, seconds: float) -> socket.socket:
         except ConfigError:
             if loop.time() > until_s:
                 raise
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def address_of(listening: socket.socket) -> str:

@@ -25,7 +25,7 @@ SILENCE_S: Final = 90.0
 """Limit for the engine of a replica, whose turns other replicas can run."""
 ALONE_SILENCE_S: Final = 600.0
 """Limit for a single engine without a substitute; on few CPU cores a step may take minutes."""
-LOOK_S: Final = 2.0
+POLL_S: Final = 2.0
 """Interval between two checks of `watch`."""
 
 
@@ -71,8 +71,8 @@ class Watchdog:
 
 
 async def watch(engine: RestartableEngine) -> None:
-    """Check a single engine every `LOOK_S` seconds until this coroutine is cancelled."""
+    """Check a single engine every `POLL_S` seconds until this coroutine is cancelled."""
     watchdog = Watchdog(engine, ALONE_SILENCE_S)
     while True:
         watchdog.look()
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

@@ -36,7 +36,7 @@ class WorkEstimate(NamedTuple):
 
     Attributes:
       is_long: whether it needs much CPU time.
-      asks_history: whether it may read the history.
+      asks_history: whether it may read the history, which may be on another machine.
     """
 
     is_long: bool

@@ -246,13 +246,13 @@ def growth(engine: CellularEngine, num: int) -> int:
     return held[1] - held[0]
 
 
-MOST_BYTES = 48 << 10  # lists and dictionaries occasionally allocate ahead
+MAX_BYTES = 48 << 10  # lists and dictionaries occasionally allocate ahead
 
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_requests(cheap_engine: CellularEngine) -> None:
     """4,000 requests may add a dozen bytes each at most, 35,000 one or two."""
-    assert growth(cheap_engine, enough(4_000, 35_000)) < MOST_BYTES
+    assert growth(cheap_engine, enough(4_000, 35_000)) < MAX_BYTES
     assert cheap_engine.stats()["num_compilations"] == cheap_engine.stats()["num_rows_promised"] == 0
     tables = cheap_engine.processor
     assert not tables.nodes.consumers and not tables.subgraphs.consumers and not tables.subgraphs.firsts
@@ -268,4 +268,4 @@ def test_growing_memory_is_detected(cheap_engine: CellularEngine, monkeypatch: p
     monkeypatch.setattr(
         RequestProcessor, "_finish", lambda self, one: kept.append(finish(self, one)) or kept[-1]
     )
-    assert growth(cheap_engine, 1700) > MOST_BYTES
+    assert growth(cheap_engine, 1700) > MAX_BYTES

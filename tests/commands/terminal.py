@@ -51,8 +51,7 @@ class Terminal:
         """Type Ctrl-C once the program waits for a key.
 
         Python's readline misses one that comes before, or together with a key, so it is typed once the
-        program has
-        slept in one call for a while.
+        program has slept in one call for a while.
         """
         process = Path(f"/proc/{self._process.pid}")
         before, now = -1, _num_switches(process)

@@ -1,8 +1,7 @@
 """Hand-written steps through the real runner, compared with the dense reference.
 
 Every scenario runs on pools full of NaN, so reading a page, slot or padded row that was never written shows
-at
-once.
+at once.
 """
 
 from __future__ import annotations

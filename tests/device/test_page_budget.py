@@ -287,7 +287,7 @@ def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
 def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch, uncompiled):
     """The returned config has the number; the requested one is the maximum."""
     monkeypatch.setattr(config_module, "_STAGED_BYTES", 0)
-    monkeypatch.setattr(config_module, "_LEAST_STAGED_PAGES", 3)
+    monkeypatch.setattr(config_module, "_MIN_STAGED_PAGES", 3)
     config = EngineConfig(cache=CacheConfig(cpu_pages=8), scheduler=SchedulerConfig(max_num_buckets=1))
     _, config = make_runner("random:llama-tiny", "float32", config, progress=False)
     assert config.runner.max_num_staged_pages == 3

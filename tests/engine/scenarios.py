@@ -221,8 +221,7 @@ def tier_scenario(choose: Chooser) -> Scenario:
     """Draw conversations that return after a while, several at a time, to pools that hold some of them.
 
     Their histories are on the GPU, on the CPU, dropped, and in transit, all at once; the batch grows beyond
-    the
-    pool, so that some are suspended.
+    the pool, so that some are suspended.
     """
     gpu_pages, max_num_running = choose.pick((12, 16, 20, 24, 30)), choose.integer(1, 5)
     config = EngineConfig(

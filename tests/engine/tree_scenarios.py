@@ -4,10 +4,9 @@
 
 Scenario i is `run_tree_scenario(seed + i)`, with `run_fork_scenario` of the same seed, which has no engine.
 After every step it checks the integrity of cache, scheduler and branches. For every turn that ends it
-compares
-the tokens with the reference, and the usage with what was really computed. At the end the history has every
-durable turn, and every page and slot is free. Prints the range, a summary, and for every failure its seed and
-its error; the exit status is 1 if there was one.
+compares the tokens with the reference, and the usage with what was really computed. At the end the history
+has every durable turn, and every page and slot is free. Prints the range, a summary, and for every failure
+its seed and its error; the exit status is 1 if there was one.
 """
 
 from __future__ import annotations

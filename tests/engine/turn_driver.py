@@ -1,12 +1,10 @@
 """Turns through an engine, with all checks that are possible from outside.
 
 After every step: `check_integrity`, and that the engine makes progress. For every turn that ends: tokens,
-end,
-seed, logprobs and usage against the reference and against what was really computed and copied in. A failed
-turn
-is sent again later and must then be equal. At the end no turn is left, every conversation's history equals
-its
-turns, in memory and in the store, and every page and slot is free once all conversations are ended.
+end, seed, logprobs and usage against the reference and against what was really computed and copied in. A
+failed turn is sent again later and must then be equal. At the end no turn is left, every conversation's
+history equals its turns, in memory and in the store, and every page and slot is free once all conversations
+are ended.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Owns the content of the n-th commit, a function of n, so that a test can check the file; and the program that
 commits repeatedly: `python endless_commits.py PATH FIRST`. Does not know when it will die. Called by the
-tests
-of kills.
+tests of kills.
 
 A lane is an endless chain of turns, one in each commit. Every sixth turn begins a new tree.
 """

@@ -1,9 +1,8 @@
 """A replica that continues one conversation as often as it can, while others do the same.
 
 Owns the program `python racing_commits.py LOCATION NAME NUMBER`: it prints a line per commit with the id of
-its
-turn, after "+" if it was stored and "-" if it was refused. Does not know its competitors. Called by the tests
-of races.
+its turn, after "+" if it was stored and "-" if it was refused. Does not know its competitors. Called by the
+tests of races.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Owns prompts, sampling parameters, and the set of conversations. Does not know p
 Called by `lives` and `process`.
 
 A lane is an endless chain of turns; after `TURNS_PER_CONVERSATION` of them a new conversation begins. Two
-lanes
-in three sample: with a seed of the script's, and with one that the library draws.
+lanes in three sample: with a seed of the script's, and with one that the library draws.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Identities that stored data refers to: fingerprints, digests, random weights.
 
 A history belongs to a model by its fingerprint, and results name a preset and a seed. None of these may
-change
-for an existing model, whatever is added to `ModelConfig`.
+change for an existing model, whatever is added to `ModelConfig`.
 """
 
 import hashlib

@@ -64,8 +64,7 @@ def check_urgent_first(loop: RebatchingLoop) -> None:
 
     The first in the queue is either not ready, or does not fit even if all that it may preempt leave. Only a
     shaped step is closed to it: this step belongs to one prompt, which must rank before it. The rest of the
-    step
-    may change the first query, which then joins with the next step.
+    step may change the first query, which then joins with the next step.
     """
     scheduler = loop.scheduler
     if not len(scheduler.queue):

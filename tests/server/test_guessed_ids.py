@@ -1,8 +1,7 @@
 """Two keys guess each other's ids: every route answers as for unknown ids, with the same steps.
 
 Times cannot be asserted on a shared machine, so the tests compare the statements that the history runs and
-the
-calls that the engine gets. `python -m tests.server.test_guessed_ids` measures times.
+the calls that the engine gets. `python -m tests.server.test_guessed_ids` measures times.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def test_a_hanging_engine_is_restarted(
 ) -> None:
     """The server itself must do this: clients wait for the engine's turns, and so do cancellations."""
     monkeypatch.setattr(watchdog, "ALONE_SILENCE_S", 5.0)  # the engine sends a heartbeat every second
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     lives, gate = FakeLives(), threading.Event()
 
     def prepare(harness: Harness) -> None:
@@ -349,7 +349,7 @@ def test_a_server_that_stops_unexpectedly_is_detected():
 
 
 def test_the_server_waits_for_an_address_that_is_about_to_become_free(monkeypatch):
-    monkeypatch.setattr("pensieve_jax.server.main._LOOK_S", 0.001)
+    monkeypatch.setattr("pensieve_jax.server.main._POLL_S", 0.001)
 
     async def work():
         first = bind("127.0.0.1", 0)

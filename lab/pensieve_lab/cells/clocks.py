@@ -2,7 +2,7 @@
 
 Owns: the clock around a function.
 Does not know: what the function does.
-Called by `cells.host_costs` and the programs of cells.
+Called by `cells.host_costs` and the programs of cellular batching.
 """
 
 from __future__ import annotations

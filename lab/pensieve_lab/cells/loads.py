@@ -2,7 +2,7 @@
 
 Owns: which part of a run counts, and the figures' names.
 Does not know: which rates an experiment has.
-Called by the experiments and programs of cells.
+Called by the experiments and programs of cellular batching.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: their names and help.
 Does not know: what is measured.
-Called by the programs of cells.
+Called by the programs of cellular batching.
 """
 
 from __future__ import annotations

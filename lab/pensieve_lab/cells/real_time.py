@@ -2,7 +2,7 @@
 
 Owns: when requests are sent, and the clock.
 Does not know: models or systems.
-Called by the programs of cells.
+Called by the programs of cellular batching.
 
 One thread sends and steps, as in a server: every iteration of its loop submits all requests that are due.
 Latency counts from the due time, so a late loop is charged for its delay.

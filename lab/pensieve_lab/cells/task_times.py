@@ -2,7 +2,7 @@
 
 Owns: the launches that are timed.
 Does not know: how the times are used, or what baselines take.
-Called by the programs of cells.
+Called by the programs of cellular batching.
 """
 
 from __future__ import annotations

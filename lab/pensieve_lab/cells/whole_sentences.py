@@ -1,12 +1,12 @@
-"""The strongest padding: sentences of a bucket in one call of cuDNN's LSTM, or of a scan without cuDNN.
+"""The strongest padding baseline: one call of cuDNN's LSTM, or of a scan, computes a batch of sentences.
 
-Owns: the buckets, the batches made of them, and their programs.
+Owns: the buckets of sentences by length, the batches made of a bucket, and their compiled programs.
 Does not know: cells or an engine.
-Called by the programs of cells.
+Called by the programs of cellular batching.
 
-The bucket of the oldest sentence is next. As many of its sentences as fit run together, padded to the longest
-one rounded up to a compiled length. Two batches are in flight. cuDNN receives each sentence's length, and its
-weights are those of the LSTM.
+The bucket that holds the oldest sentence runs next, with as many of its sentences as fit into a batch. They
+are padded to the length of the longest, rounded up to a compiled length. Up to two batches are in flight.
+cuDNN skips the padding, since it receives each sentence's length.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from pensieve_jax.runtime.program import Program
 from pensieve_lab.cells.simulation import SimulationResult
 
 LENGTHS = (*range(2, 33, 2), *range(36, 65, 4), *range(72, 129, 8), 160, 192, 256, 330)
-_IN_FLIGHT, _MOST_AT_ONCE = 2, 1024
+_IN_FLIGHT, _MAX_ADMITTED_AT_ONCE = 2, 1024
 
 
 def limit_of_words() -> str:
-    """Return the limit that error messages give for longer sentences."""
-    return f"at most {LENGTHS[-1]} words, for which whole sentences are compiled: choose others by --systems"
+    """Return the end of the error message about a sentence that is too long."""
+    return f"at most {LENGTHS[-1]} words for whole sentences; leave them out of --systems for longer ones"
 
 
 def _check(lengths: Sequence[int] | np.ndarray) -> None:
@@ -47,7 +47,7 @@ def _check(lengths: Sequence[int] | np.ndarray) -> None:
 
 
 class _Batch(NamedTuple):
-    places: np.ndarray  # indices of its sentences
+    indices: np.ndarray  # of its sentences
     result: Any  # `Any` because JAX's type lacks `is_ready`
 
 
@@ -85,7 +85,7 @@ class WholeSentences:
             self.run([np.ones(1, np.int32)] * size)
 
     def run(self, sentences: Sequence[np.ndarray]) -> np.ndarray:
-        """Return f32[n, hidden], each sentence's state after its last word; n is at most the largest batch.
+        """Return each sentence's state after its last word, f32[n, hidden]; n is at most the largest batch.
 
         Raises:
           ConfigError: see `serve`.
@@ -114,31 +114,31 @@ class WholeSentences:
     def _serve(
         self, sentences: Sequence[np.ndarray], lengths: np.ndarray, arrival_s: np.ndarray, width: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return when each sentence began and ended."""
+        """Return the times at which each sentence was launched and completed."""
         num = len(sentences)
         buckets: dict[int, deque[int]] = {}
         begin_s, end_s = np.full(num, np.nan), np.full(num, np.nan)
-        flying: deque[_Batch] = deque()
+        in_flight: deque[_Batch] = deque()
         num_sent = num_ended = 0
-        zero_s = time.perf_counter()
+        start_s = time.perf_counter()
         while num_ended < num:
-            now_s = time.perf_counter() - zero_s
-            num_due = min(int(np.searchsorted(arrival_s, now_s, "right")), num_sent + _MOST_AT_ONCE)
-            for place in range(num_sent, num_due):
-                buckets.setdefault((int(lengths[place]) - 1) // width, deque()).append(place)
+            now_s = time.perf_counter() - start_s
+            num_due = min(int(np.searchsorted(arrival_s, now_s, "right")), num_sent + _MAX_ADMITTED_AT_ONCE)
+            for index in range(num_sent, num_due):
+                buckets.setdefault((int(lengths[index]) - 1) // width, deque()).append(index)
             num_sent = max(num_sent, num_due)
-            waiting = [line for line in buckets.values() if line]
-            if waiting and len(flying) < _IN_FLIGHT:
-                line = min(waiting, key=lambda one: one[0])
-                most = min(len(line), self._batch_sizes[-1])
-                places = np.array([line.popleft() for _ in range(most)])
-                begin_s[places] = time.perf_counter() - zero_s
-                flying.append(_Batch(places, self._launch([sentences[place] for place in places])))
-            while flying and flying[0].result.is_ready():
-                batch = flying.popleft()
+            waiting = [queue for queue in buckets.values() if queue]
+            if waiting and len(in_flight) < _IN_FLIGHT:
+                queue = min(waiting, key=lambda one: one[0])
+                size = min(len(queue), self._batch_sizes[-1])
+                indices = np.array([queue.popleft() for _ in range(size)])
+                begin_s[indices] = time.perf_counter() - start_s
+                in_flight.append(_Batch(indices, self._launch([sentences[index] for index in indices])))
+            while in_flight and in_flight[0].result.is_ready():
+                batch = in_flight.popleft()
                 np.asarray(batch.result)
-                end_s[batch.places] = time.perf_counter() - zero_s
-                num_ended += len(batch.places)
+                end_s[batch.indices] = time.perf_counter() - start_s
+                num_ended += len(batch.indices)
         return begin_s, end_s
 
     def _launch(self, sentences: Sequence[np.ndarray]) -> jax.Array:
@@ -156,7 +156,7 @@ class WholeSentences:
 
 
 def _cudnn_arrays(model: LSTM) -> tuple[jax.Array, ...]:
-    """Return the embedding table, and cuDNN's single weight array: of inputs, of states, and two biases."""
+    """Return the embedding table and cuDNN's flat weight array: input weights, state weights, two biases."""
     gates, width = model.lstm.weight[...], model.config.embedding_size
     bias = model.lstm.bias
     biases = jnp.zeros(gates.shape[1]) if bias is None else bias[...]
@@ -180,10 +180,10 @@ def _cudnn(model: LSTM) -> Callable[..., jax.Array]:
 def _scan(model: LSTM, _: tuple[()], words: jax.Array, lengths: jax.Array) -> jax.Array:
     zeros = {name: jnp.zeros((words.shape[0], *one.shape), one.dtype) for name, one in model.state.items()}
 
-    def step(state: dict[str, jax.Array], place: jax.Array) -> tuple[dict[str, jax.Array], None]:
-        after = model((state,), words[:, place])
-        is_there = (place < lengths)[:, None]
-        return {name: jnp.where(is_there, after[name], state[name]) for name in state}, None
+    def step(state: dict[str, jax.Array], position: jax.Array) -> tuple[dict[str, jax.Array], None]:
+        after = model((state,), words[:, position])
+        is_word = (position < lengths)[:, None]
+        return {name: jnp.where(is_word, after[name], state[name]) for name in state}, None
 
     state, _none = lax.scan(step, zeros, jnp.arange(words.shape[1]))
     return state["h"].astype(jnp.float32)

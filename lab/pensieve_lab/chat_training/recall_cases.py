@@ -1,11 +1,12 @@
-"""Test cases of recall: held-out values, told, perhaps corrected, and asked for in held-out wordings.
+"""Test cases of recall: a user tells the model facts, and asks for them some exchanges later.
 
-Owns: the sorts of cases, how a case is put together, and when an answer is right.
+Owns: the kinds of questions, how a case is put together, and when an answer is right.
 Does not know: the wordings, tokens or models.
 Called by `evaluation`, `served_recall` and the programs of recall.
 
-A case tells one to three facts in its first message. Corrections follow at once, or after an exchange. Then
-other talk follows, and the last message asks.
+The first message of a case tells one to three facts. In some cases the next message, or the one after it,
+corrects a fact. Then exchanges about other things follow, and the last message asks. Values and wordings are
+held out from training.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from pensieve_lab.chat_training.wordings import Wordings
 BETWEEN: Final = (3, 6)
 """Smallest and largest number of exchanges between telling and asking, in the reported tests."""
 _MAX_FACTS: Final = 3
-_NO_SCRAPS: Final = Scraps(())  # tests have no scraps
+_NO_SCRAPS: Final = Scraps(())  # test messages hold no words besides the wordings
 
 
-class Sort(Enum):
+class QuestionKind(Enum):
     """What the last message of a case asks for."""
 
     ONE = "one fact"
@@ -39,9 +40,9 @@ class Sort(Enum):
 
 
 class RecallCase(NamedTuple):
-    """A test: `history`, then `question`; right if the answer holds all `values` and none of `outdated`."""
+    """A test case: the answer to `question` after `history` must hold all `values` and no `outdated` one."""
 
-    kind: str  # label of figures: the family of the fact, or the sort of the case
+    kind: str  # key of the results: for one fact, the fact's family; else the question's kind
     history: Conversation
     question: str
     values: tuple[str, ...]
@@ -49,8 +50,8 @@ class RecallCase(NamedTuple):
 
     def is_right(self, answer: str) -> bool:
         """Return whether the answer holds the latest values and no outdated one."""
-        told = all(holds(answer, value) for value in self.values)
-        return told and not any(holds(answer, value) for value in self.outdated)
+        is_complete = all(holds(answer, value) for value in self.values)
+        return is_complete and not any(holds(answer, value) for value in self.outdated)
 
 
 def recall_case(
@@ -58,43 +59,44 @@ def recall_case(
     talks: Sequence[Conversation],
     num_between: tuple[int, int],
     wordings: Wordings,
-    sort: Sort = Sort.ONE,
+    question_kind: QuestionKind = QuestionKind.ONE,
 ) -> RecallCase:
-    """Return a test of held-out values.
+    """Return a test case with values that training does not use.
 
     Args:
       rng: source of all draws.
       talks: dialogues that training does not use.
-      num_between: smallest and largest number of exchanges between telling or correcting and the question.
-      wordings: the held-out part of the wordings that tell, correct and ask.
-      sort: what is asked.
+      num_between: smallest and largest number of exchanges before the question, after the last fact or
+        correction.
+      wordings: part of the wordings from which the messages are drawn.
+      question_kind: what the last message asks for.
     """
-    fewest = 2 if sort is Sort.TWO else 1
+    fewest = 2 if question_kind is QuestionKind.TWO else 1
     facts = draw_facts(rng, rng.randint(fewest, _MAX_FACTS), "", wordings)
-    is_corrected_at_once = sort is Sort.CORRECTED_AT_ONCE
+    is_corrected_at_once = question_kind is QuestionKind.CORRECTED_AT_ONCE
     if is_corrected_at_once:
-        facts = facts[:1]  # a bare value would be ambiguous among several facts
+        facts = facts[:1]  # "No, Thursday." would be ambiguous after several facts
     talk = endless_talk(rng, talks, facts)
-    asked = rng.sample(facts, 2 if sort is Sort.TWO else 1)
+    asked = rng.sample(facts, 2 if question_kind is QuestionKind.TWO else 1)
     told = [fact.kind.telling(rng, fact.value, wordings, _NO_SCRAPS) for fact in facts]
     request = None if is_corrected_at_once else talk
     exchanges = [tell(rng, opener(rng) + " ".join(told), facts, request)[0]]
     outdated: tuple[str, ...] = ()
-    if is_corrected_at_once or sort is Sort.CORRECTED_LATER:
-        if sort is Sort.CORRECTED_LATER:
+    if is_corrected_at_once or question_kind is QuestionKind.CORRECTED_LATER:
+        if question_kind is QuestionKind.CORRECTED_LATER:
             exchanges.append(next(talk))
         outdated = (asked[0].value,)
         exchange, asked[0] = _correct(rng, asked[0], wordings, is_bare=is_corrected_at_once)
         exchanges.append(exchange)
     exchanges += [next(talk) for _ in range(rng.randint(*num_between))]
     text = question(rng, [fact.kind for fact in asked], wordings, _NO_SCRAPS)
-    kind = asked[0].kind.family if sort is Sort.ONE else sort.value
+    kind = asked[0].kind.family if question_kind is QuestionKind.ONE else question_kind.value
     values = tuple(fact.value for fact in asked)
     return RecallCase(kind, Conversation(tuple(exchanges)), text, values, outdated)
 
 
 def _correct(rng: random.Random, fact: Fact, wordings: Wordings, *, is_bare: bool) -> tuple[Exchange, Fact]:
-    """Return the correcting exchange, and the corrected fact."""
+    """Return the exchange that corrects a fact, and the corrected fact; a bare one gives only the value."""
     old = fact.value
     while holds(new := fact.kind.value(rng, "", wordings), old) or holds(old, new):
         pass
@@ -112,20 +114,23 @@ def recall_cases(
     seed: int,
     wordings: Wordings = Wordings.NEW_SENTENCES,
 ) -> list[RecallCase]:
-    """Return the reported tests, the same for the same arguments; half of them ask for one fact."""
+    """Return the test cases of the reported results, which depend only on the arguments.
+
+    Every second case asks for one fact; the others take turns among the other kinds of questions.
+    """
     rng = random.Random(seed)
-    others = [sort for sort in Sort if sort is not Sort.ONE]
-    sorts = [Sort.ONE if i % 2 == 0 else others[i // 2 % len(others)] for i in range(num_cases)]
-    return [recall_case(rng, talks, BETWEEN, wordings, sort) for sort in sorts]
+    others = [kind for kind in QuestionKind if kind is not QuestionKind.ONE]
+    kinds = [QuestionKind.ONE if i % 2 == 0 else others[i // 2 % len(others)] for i in range(num_cases)]
+    return [recall_case(rng, talks, BETWEEN, wordings, kind) for kind in kinds]
 
 
 def holds(answer: str, value: str) -> bool:
-    """Return whether `value` stands in the answer as separate words."""
+    """Return whether the answer contains `value` as whole words."""
     return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", answer) is not None
 
 
 def percent_by_kind(cases: Sequence[RecallCase], answers: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """Return the percentage of right answers and the number of cases of each kind, sorted by name."""
+    """Return the percentage of right answers and the number of cases, by the cases' kind in sorted order."""
     found: dict[str, list[bool]] = {}
     for case, answer in zip(cases, answers, strict=True):
         found.setdefault(case.kind, []).append(case.is_right(answer))

@@ -1,4 +1,4 @@
-"""Cases of Chat Completions, Completions and models that cover every call of this server.
+"""Client test cases for Chat Completions, Completions and Models: every call that this server has.
 
 Owns: the cases.
 Does not know: how they are run.
@@ -24,7 +24,7 @@ async def create(client: Any) -> None:
     assert made.choices[0].message.content and made.choices[0].finish_reason in ("stop", "length")
 
 
-@case(CHATS, "messages sent again find the state")
+@case(CHATS, "resent messages reuse the KV cache")
 async def sent_again(client: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": f"Once more. {LONG}"}]
     first = await client.chat.completions.create(**CHAT, messages=messages)
@@ -34,7 +34,7 @@ async def sent_again(client: Any) -> None:
     assert state_of(second.usage)["recomputed_tokens"] == 0
 
 
-@case(CHATS, "an edited message is a branch")
+@case(CHATS, "an edited message starts a branch")
 async def edited(client: Any) -> None:
     messages = [{"role": "user", "content": f"One more. {LONG}"}]
     first = await client.chat.completions.create(**CHAT, messages=messages)
@@ -43,6 +43,7 @@ async def edited(client: Any) -> None:
         again = await client.chat.completions.create(
             **CHAT, messages=[*messages, {"role": "user", "content": asked}]
         )
+        # The branch reuses all full chunks of 32 tokens.
         assert again.usage.prompt_tokens_details.cached_tokens > first.usage.total_tokens - 33
 
 
@@ -109,8 +110,8 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "structured output, penalties, bias, sound", is_refusal=True)
-async def others(client: Any) -> None:
+@case(CHATS, "structured output, penalties, logit bias, audio, reasoning effort", is_refusal=True)
+async def refused_parameters(client: Any) -> None:
     for name, value in (
         ("response_format", {"type": "json_object"}),
         ("frequency_penalty", 0.5),
@@ -140,7 +141,7 @@ async def images(client: Any) -> None:
     )
 
 
-@case(COMPLETIONS, "create, with logprobs, of text, ids and several prompts")
+@case(COMPLETIONS, "create with logprobs: text, token ids, several prompts")
 async def completed(client: Any) -> None:
     for prompt, num_choices in (("Hello", 1), ([5, 6, 7], 1), (["Hello", "Hi"], 2)):
         made = await client.completions.create(**CHAT, prompt=prompt, logprobs=1)
@@ -148,15 +149,15 @@ async def completed(client: Any) -> None:
 
 
 @case(COMPLETIONS, "stream")
-async def completed_in_pieces(client: Any) -> None:
+async def completed_stream(client: Any) -> None:
     # The client's chunk type allows no null finish_reason, but OpenAI sends null in all chunks but the last.
     async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as lenient:
         stream = await lenient.completions.create(**CHAT, prompt="Hello", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream])
 
 
-@case(COMPLETIONS, "previous_response_id and return_token_ids, by extra_body")
-async def goes_on(client: Any) -> None:
+@case(COMPLETIONS, "previous_response_id and return_token_ids in extra_body")
+async def continued(client: Any) -> None:
     first = await client.completions.create(
         **CHAT, prompt=LONG, extra_body={"return_token_ids": True, "ignore_eos": True}
     )
@@ -168,7 +169,7 @@ async def goes_on(client: Any) -> None:
 
 
 @case(COMPLETIONS, "echo, suffix and best_of", is_refusal=True)
-async def not_completed(client: Any) -> None:
+async def refused_options(client: Any) -> None:
     for name, value in (("echo", True), ("suffix", "x"), ("best_of", 2)):
         await refused(
             "unsupported_parameter", name, client.completions.create, **CHAT, prompt="Hello", **{name: value}

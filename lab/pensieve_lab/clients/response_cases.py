@@ -54,7 +54,7 @@ async def goes_on(client: Any) -> None:
     assert state_of(second.usage)["recomputed_tokens"] == 0
 
 
-@case(RESPONSES, "messages sent again find the state")
+@case(RESPONSES, "resent messages reuse the KV cache")
 async def sent_again(client: Any) -> None:
     messages: list[Any] = [{"role": "user", "content": f"Again. {LONG}"}]
     first = await client.responses.create(**GREEDY, input=messages)

@@ -29,7 +29,7 @@ from pensieve_lab.workload.structures import complete_tree, europarl_like, treeb
 _SECONDS = 3.0  # of arrivals, at each point
 _SMALL = 0.15  # factor of the small version
 _LEAST = 2000  # smallest number of requests at a point
-_MOST_S = 0.5  # larger latencies are cut off
+_MAX_S = 0.5  # larger latencies are cut off
 ORIGIN = "simulated with the cell times of the thesis' V100"
 
 
@@ -140,7 +140,7 @@ def sweep_findings(sweeps: Sequence[Sweep], asked: Settings, shown: bool) -> Fin
                 x_label="requests a second",
                 y_label="90th percentile of latency, ms",
                 curves=curves,
-                y_max=1e3 * _MOST_S,
+                y_max=1e3 * _MAX_S,
             )
         )
     return Findings(

@@ -1,7 +1,7 @@
-"""Disk cache of simulated points, with which an interrupted run resumes.
+"""Disk cache of simulated points, from which an interrupted run resumes.
 
-Owns: when a cached point is valid: same point, trace and code, and libraries with the same first two version
-numbers.
+Owns: the cache key. It covers the point, its traces, this repository's code, and the first two version
+numbers of Python and numpy.
 Does not know: how points are simulated, or by how many processes.
 Called by `experiments.pool`.
 """
@@ -32,14 +32,14 @@ _CODE = (
 
 
 def measure_kept(point: Point, directory: Path) -> Measured:
-    """Return the figures from the point's file in `directory`; if it is missing, measure and write it."""
+    """Return a point's figures from its file in `directory`; if it is missing, measure and write it."""
     path = directory / f"{key(point)}.json"
     if path.exists():
         return Measured(point, json.loads(path.read_text()))
     found = measure(point)
     text = json.dumps(found.figures)
-    assert json.loads(text) == found.figures, "figures are what JSON can hold"
-    # Replace atomically, so that no other process or later run reads a partial file.
+    assert json.loads(text) == found.figures, "figures must be unchanged by JSON"
+    # Rename a complete file, so that no other process or later run reads a partial one.
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)
@@ -47,7 +47,7 @@ def measure_kept(point: Point, directory: Path) -> Measured:
 
 
 def key(point: Point) -> str:
-    """Return the file name of a point, a hash of everything that its figures depend on."""
+    """Return the hash of everything that a point's figures depend on, which names its file."""
     described = repr(point)
     for workload in (point.workload, point.experience):
         if workload is not None and workload.trace is not None:

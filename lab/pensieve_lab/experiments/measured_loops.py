@@ -14,7 +14,7 @@ from pensieve_lab.experiments.panels import Curve, Panel
 from pensieve_lab.experiments.points import Measured
 from pensieve_lab.experiments.settings import Experiment, Findings, Settings, Table
 
-_MOST_MS = 100.0  # per token; predicted points above it, of systems over their limit, are left out
+_MAX_MS = 100.0  # per token; predicted points above it, of systems over their limit, are left out
 _SHOWN_MS = 115.0  # measured points above it, of systems far over their limit, are cut off
 _LABELS = {  # shorter than those of `experiments.systems`, so that two columns fit under a panel
     "pensieve": "both tiers",
@@ -82,7 +82,7 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
             [run.title, name, f"{x:.2f}", f"{y:.1f}"] for name, points in curves.items() for x, y in points
         ]
         forecasts = {
-            f"{_LABELS[name]}, predicted": [at for at in _curve(points) if at[1] <= _MOST_MS]
+            f"{_LABELS[name]}, predicted": [at for at in _curve(points) if at[1] <= _MAX_MS]
             for name, points in predicted.items()
         }
         panels.append(

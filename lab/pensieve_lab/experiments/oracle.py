@@ -37,7 +37,7 @@ from pensieve_lab.experiments.trace_studies import StudiedTrace
 from pensieve_lab.workload import Session
 
 _MODEL = "llama2-13b-gqa10"
-_LEAST_S = 1e-3  # smallest time until a return
+_MIN_S = 1e-3  # smallest time until a return
 
 
 class Turn(NamedTuple):
@@ -78,12 +78,12 @@ class OraclePolicy(EvictionPolicy):
 
     def worth(self, sequence: Activity, index: int, now_s: float) -> float:
         """Return the seconds to recompute, over the seconds until that would happen."""
-        until_s = max(self._returns_s[sequence.bucket] - now_s, _LEAST_S)
+        until_s = max(self._returns_s[sequence.bucket] - now_s, _MIN_S)
         return float(self._costs_s[index] / until_s)
 
     def worths(self, candidates: EvictionCandidates, now_s: float) -> Array:
         """Return the same values for many chunks."""
-        until_s = np.maximum(self._returns_s[candidates.buckets] - now_s, _LEAST_S)
+        until_s = np.maximum(self._returns_s[candidates.buckets] - now_s, _MIN_S)
         worths: Array = self._costs_s[candidates.chunks] / until_s
         return worths
 

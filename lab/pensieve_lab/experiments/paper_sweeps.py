@@ -1,6 +1,7 @@
-"""The load sweeps of the paper and the thesis: models, datasets, loads and levels.
+"""The load sweeps of the paper and the thesis: models, datasets, request rates and latency levels.
 
-Owns: their parameters. On the paper's device, curves are read at the level of its text (`claims`).
+Owns: the parameters of the sweeps. A level is the normalized latency at which the throughputs of systems are
+compared. For the paper's A100 it is the one that the paper's text names (`claims`).
 Does not know: how a sweep is carried out (`load_sweeps`).
 Called by `experiments.registry`.
 """
@@ -81,11 +82,11 @@ _NEAR_THE_LEVEL: dict[str, dict[str, tuple[float, ...]]] = {
     "opt-13b": {"a100": (0.3, 0.4, 0.45, 0.5, 0.55, 0.6), "h200": (0.7, 0.85, 1.0, 1.15, 1.3)},
     "llama2-13b-gqa10": {"a100": (1.5, 1.8, 2.1), "h200": (1.4, 1.8, 2.2, 2.6, 3.0)},
 }
-"""Conversations that begin per second, for comparing variants of one system."""
+"""Conversations that begin per second, near the level; for comparing variants of one system."""
 
 
 def _at_least_5_turns(panel: LoadPanel, figure: str) -> LoadPanel:
-    """Return the panel with at least 5 turns: twice the mean number of turns, at half the rates."""
+    """Return the panel for conversations of at least 5 turns: twice as many on average, so half the rates."""
     return dataclasses.replace(
         panel,
         title=f"{panel.title}, 5 turns or more",
@@ -97,8 +98,8 @@ def _at_least_5_turns(panel: LoadPanel, figure: str) -> LoadPanel:
 
 
 _FIGURE_10 = (
-    "Throughput against normalized latency on one A100, users who think for 60 s: Pensieve ahead of vLLM and "
-    "TensorRT-LLM, which are stateless, at a level of latency that section 6.2 names for each panel."
+    "Throughput against normalized latency on one A100, with think times of 60 s. Pensieve is ahead of vLLM "
+    "and TensorRT-LLM, which are stateless, at the latency level that section 6.2 names for each panel."
 )
 
 LOAD_EXPERIMENTS = (
@@ -114,14 +115,14 @@ LOAD_EXPERIMENTS = (
     load_experiment(
         "fig11",
         "OPT-66B and Llama-2-70B on four GPUs",
-        "The same for larger models on four A100s, ShareGPT: at 200 ms a token for OPT-66B and at 400 ms for "
-        "Llama-2-70B, whose gain is the paper's largest (section 6.3).",
+        "The same for larger models on four A100s and ShareGPT, at 200 ms/token for OPT-66B and 400 ms/token "
+        "for Llama-2-70B, whose gain is the paper's largest (section 6.3).",
         LoadSweep(panels=[OPT_66B, LLAMA_70B]),
     ),
     load_experiment(
         "fig13",
-        "Unified scheduling against prompts apart from decodes",
-        "Batches that hold prompts and decodes together have better throughput and latency than phases apart "
+        "Unified scheduling against separate prompt and decode batches",
+        "Batches that mix prompts and decodes have better throughput and latency than separate batches "
         "(section 6.5, Llama-2-13B on ShareGPT; the text gives no numbers).",
         LoadSweep(
             panels=[
@@ -134,8 +135,8 @@ LOAD_EXPERIMENTS = (
     load_experiment(
         "thesis3.15",
         "Conversations of at least 5 turns",
-        "Of ShareGPT's conversations those of at least 5 turns, 36% of them: the gain over vLLM rises to 30% "
-        "for OPT-13B and 70% for Llama-2-13B (thesis section 3.6.4, at no level that it names).",
+        "The 36% of ShareGPT's conversations that have at least 5 turns. The gain over vLLM rises to 30% for "
+        "OPT-13B and 70% for Llama-2-13B (thesis section 3.6.4, which names no latency level).",
         LoadSweep(
             panels=[_at_least_5_turns(OPT_SHAREGPT, "3.15a"), _at_least_5_turns(LLAMA_SHAREGPT, "3.15b")],
             small_rates_per_s=(0.15, 0.35, 0.55),

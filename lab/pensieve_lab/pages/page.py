@@ -1,9 +1,9 @@
-"""A page as its figures: which numbers it shows, and where.
+"""Parser of documentation pages: the figures (numbers) that a page shows, and where.
 
-Owns: what counts as a figure. Numbers with a unit after them do (`5ms`, `3x`), and so do numbers in words if
-the caller asks for them (`number_words`). Names do not (`H200`, `Llama-2-13B`, `13B`, `float32`, `99th`,
-`10b`), nor do addresses and the settings of commands. In code, the output of programs counts: comments in
-blocks, blocks without a language, and in a sentence numbers after `=` or on their own.
+Owns: the definition of a figure. A number is one, also with a unit (`5ms`, `3x`). Numbers in words count if
+the caller asks for them (`number_words`). Digits in names (`H200`, `Llama-2-13B`, `13B`, `float32`, `99th`,
+`10b`), addresses and settings of commands do not count. In code, only output counts: comments and blocks
+without a language, and within a sentence numbers after `=` or on their own.
 Does not know: where figures come from.
 Called by `pages.sources`, `programs.check_numbers` and `programs.refresh_pages`.
 """
@@ -18,9 +18,9 @@ from typing import Literal
 
 from pensieve_lab.pages import number_words
 
-WordsIn = Literal["page", "lead", ""]
+WordsIn = Literal["page", "lead", ""]  # where numbers in words count: see `read_page`
 WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md", "cells_figures.md", "balance.md")
-"""Pages of `lab/docs/` with tables that `refresh_pages.py` writes, and its test compares."""
+"""Pages of `lab/docs/` with tables that `refresh_pages.py` generates; a test compares them."""
 
 _UNIT = r"[^\W\d_]"
 _BEHIND_UNIT = "|".join(  # the start of a second number, as in `5ms-9 ms`: lookbehinds have fixed widths
@@ -38,7 +38,7 @@ _HEADING = re.compile(r"#{1,6} (.*)")
 _CODE = re.compile(r"`[^`]*`")
 _TITLE = r"\"[^\"]*\"|'[^']*'"
 _ATTRIBUTE = rf"\s+[A-Za-z_:][\w.:-]*(?:\s*=\s*(?:{_TITLE}|[^\s\"'=<>`]+))?"
-_HIDDEN = re.compile(  # what Markdown takes for an address, a comment or a tag, unlike "< 5 ms and > 3"
+_HIDDEN = re.compile(  # addresses, comments and tags of Markdown, but not "< 5 ms and > 3"
     rf"\]\([^()\s]*(?:\s+(?:{_TITLE}))?\)|https?://[^\s<>]+"
     rf"|<!--.*?-->|</[A-Za-z][A-Za-z0-9-]*\s*>|<[A-Za-z][A-Za-z0-9-]*(?:{_ATTRIBUTE})*\s*/?>"
 )
@@ -50,7 +50,7 @@ _COMMENTS = {
     **dict.fromkeys(("js", "ts", "javascript", "typescript"), "//"),
     **dict.fromkeys(("json", "sql", "html", "mermaid"), None),
 }
-"""Prefix of comments by a block's language; without a language, all of a block counts."""
+"""Comment prefix by a code block's language; None if no text counts. In other blocks, all text counts."""
 
 
 @dataclass(slots=True)
@@ -58,10 +58,10 @@ class Figure:
     """A shown number and its source.
 
     Attributes:
-      shown: with its sign, without thousands separators; words are in lower case and joined by hyphens.
+      shown: the number with its sign and without thousands separators; words in lower case, with hyphens.
       start, end: position in its text.
-      source: the expression that gives it, or the reason that it needs no document; None if unknown.
-      value: value of the source.
+      source: expression that computes it from a document, or why it needs no document; None if unknown.
+      value: value of that expression.
       is_prose: whether it needs no document.
     """
 
@@ -78,10 +78,10 @@ class Text:
     """A paragraph, a heading or a table's cell, with its figures.
 
     Attributes:
-      heading: of its section.
-      line: its first line.
-      text: with the digits of code and addresses as `#`.
-      label: the text as written, without code ticks.
+      heading: heading of its section.
+      line: number of its first line.
+      text: the text with `#` for the digits of names in code, settings and addresses.
+      label: the text as written, without backticks.
     """
 
     heading: str
@@ -103,7 +103,7 @@ class Table:
 
 @dataclass(slots=True)
 class Page:
-    """All texts of a page in order, including those of tables, and the tables that no script writes."""
+    """All texts of a page in order, including table cells, and the tables that are not generated."""
 
     name: str
     texts: list[Text] = field(default_factory=list)
@@ -126,7 +126,7 @@ def _without_digits(found: re.Match[str]) -> str:
 
 
 def _hide_names(code: re.Match[str]) -> str:
-    """Keep only the digits of printed numbers; the text keeps its length."""
+    """Replace all digits except those of printed numbers by `#`."""
     text = _SETTING.sub(_without_digits, code[0])
     printed = {place for found in _PRINTED.finditer(text) for place in range(*found.span())}
     return "".join("#" if c.isdigit() and place not in printed else c for place, c in enumerate(text))
@@ -136,8 +136,8 @@ def read_page(path: Path, name: str, *, is_written: bool = False, words: WordsIn
     """Read texts and tables.
 
     Args:
-      is_written: whether a script wrote the tables between marks, and is their source.
-      words: where numbers in words are figures: in the whole page, before its second heading, or nowhere.
+      is_written: whether tables between marks are generated; then the script is the source of their figures.
+      words: where numbers in words are figures: "page", "lead" (before the second heading), or "" (nowhere).
     """
     return _Reader(name, is_written=is_written, words=words).read(path.read_text(encoding="utf-8"))
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import IO, NamedTuple, NoReturn
 
-_LOOK_S = 1.0  # polling interval
+_POLL_S = 1.0
 _TAIL_BYTES = 2000
 
 
@@ -75,7 +75,7 @@ def _wait(process: subprocess.Popen[bytes], until_s: float, meanwhile: Callable[
     """Return its status, or None after the time limit."""
     while (left_s := until_s - time.monotonic()) > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(left_s, _LOOK_S))
+            return process.wait(min(left_s, _POLL_S))
         meanwhile()
     return None
 

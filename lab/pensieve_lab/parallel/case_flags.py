@@ -1,8 +1,8 @@
-"""Command-line flags for the timed steps: cases, repetitions and ceilings.
+"""Command-line flags for timed steps: which steps, how often, and the device's measured ceilings.
 
-Owns: names, defaults and help of these flags, and the list of their names for programs that pass them on.
+Owns: names, defaults and help of these flags, and `CASE_FLAGS`, their names for programs that forward them.
 Does not know: how a step is timed.
-Called by programs, which register the flags as their own.
+Called by programs, which list these flags in their own help.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ CASE_FLAGS = (
 
 @flag_group("the steps that are timed")
 def define_case_flags() -> None:
-    """Define the flags of the cases, repetitions and ceilings."""
-    flags.DEFINE_list("decodes", ["32", "128"], "Numbers of sequences in decode steps.")
-    flags.DEFINE_list("prompts", ["2048"], "Tokens of prompts, each a separate step.")
+    """Define the flags that `CASE_FLAGS` lists."""
+    flags.DEFINE_list("decodes", ["32", "128"], "Sequences per decode step; one step for each number.")
+    flags.DEFINE_list("prompts", ["2048"], "Tokens per prompt step; one step for each number.")
     flags.DEFINE_integer("context_tokens", 1024, "Context tokens of decoding sequences.", lower_bound=1)
-    flags.DEFINE_integer("num_repeats", 5, "Samples of each measurement.", lower_bound=1)
-    flags.DEFINE_integer("num_launches", 10, "Consecutive launches in a sample.", lower_bound=1)
+    flags.DEFINE_integer("num_repeats", 5, "Samples per measurement.", lower_bound=1)
+    flags.DEFINE_integer("num_launches", 10, "Consecutive launches per sample.", lower_bound=1)
     flags.DEFINE_integer(
-        "ceiling_bytes", 2**32, "Bytes of the array that is read and copied.", lower_bound=2**20
+        "ceiling_bytes", 2**32, "Bytes of the array that measures bandwidth.", lower_bound=2**20
     )
     flags.DEFINE_integer(
-        "ceiling_matrix", 8192, "Rows and columns of the multiplied matrices.", lower_bound=16
+        "ceiling_matrix", 8192, "Rows and columns of the matrices that measure FLOP/s.", lower_bound=16
     )

@@ -1,10 +1,10 @@
-"""Memory use of devices: of arrays as JAX reports it, and of everything as the driver reports it.
+"""Memory use of devices, as JAX's allocator and as the driver report it.
 
 Owns: the two readings.
 Does not know: what ran.
 Called by `programs.profile_parallel`.
 
-Communication libraries use memory outside JAX's share, which JAX does not see.
+JAX reports only its own allocations. The driver also counts those of communication libraries such as NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _QUERY = ("--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits
 
 
 def devices_memory(mesh: Mesh) -> list[dict[str, int]]:
-    """Return every device's available readings in bytes; `driver_...` covers all processes."""
+    """Return the readings of every device in bytes; those named `driver_...` cover all processes."""
     stats: list[dict[str, Any]] = [device.memory_stats() or {} for device in mesh.devices.flat]
     found = [{name: one[name] for name in _NAMES if name in one} for one in stats]
     for one, line in zip(found, _driver_lines(), strict=False):
@@ -30,7 +30,7 @@ def devices_memory(mesh: Mesh) -> list[dict[str, int]]:
 
 
 def _driver_lines() -> list[str]:
-    """Return a line for each GPU, in MiB; empty without NVIDIA's tool."""
+    """Return a line per GPU from nvidia-smi, in MiB; no lines if the tool is missing or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

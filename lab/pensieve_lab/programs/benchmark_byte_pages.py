@@ -6,9 +6,8 @@ This is a shorter variant of `benchmark_kernels.py` for a device that is availab
 programs of a case are compiled at once, one executable each, on a thread per core. Answers are checked before
 they are timed: whole against Triton's over the same pages, and one row against the dense reference. `fetch
 alone` is the kernel without its arithmetic, which shows the speed of its copies; `kernel alone` leaves out
-the
-launches for prompts and merges. For prompts, `unconverted` is the kernel without writing its operands, which
-shows what that costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
+the launches for prompts and merges. For prompts, `unconverted` is the kernel without writing its operands,
+which shows what that costs. The last line is one JSON document. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ A launch has one, two or five tasks, which run in sequence in one program; a tas
 cell and scatters. For comparison, a step of cuDNN's LSTM is timed over a contiguous batch of sentences of 24
 words, through JAX and, if it is installed, through torch. The second table is about the host alone: requests
 are unfolded, launches formed and their ends recorded, with a device that takes no time. The best maximum
-batch
-for serving is the one beyond which throughput stops growing. The last line is one JSON document (see
+batch for serving is the one beyond which throughput stops growing. The last line is one JSON document (see
 `--json`).
 """
 

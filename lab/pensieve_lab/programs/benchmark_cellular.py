@@ -10,16 +10,12 @@
 Requests arrive as a Poisson process, and latency counts from when each was due. All systems run the same
 programs on the same weights, one after the other, in one process. *cellular* is the engine. *padding* fills
 buckets by length, round-robin or oldest first; it can also be an LSTM of whole sentences, by cuDNN or, if
-that
-is missing, by a scan. *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run continues to
-its
-last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`. The host time that
-*padding* and *merging* need to choose and plan a batch is part of both, and is also reported separately.
-Widths
-of buckets are 10 words; the names of `--systems` include others. Lengths are drawn like Europarl's, and trees
-like the TreeBank's, unless `--data` has a file of them or `--num_words` gives the length of all sentences.
-The
-last line is one JSON document (see `--json`).
+that is missing, by a scan. *merging* joins the graphs of 64 requests, as Fold and DyNet do. Every run
+continues to its last answer: beyond the peak, throughput stays and latency is that of a run of `--seconds`.
+The host time that *padding* and *merging* need to choose and plan a batch is part of both, and is also
+reported separately. Widths of buckets are 10 words; the names of `--systems` include others. Lengths are
+drawn like Europarl's, and trees like the TreeBank's, unless `--data` has a file of them or `--num_words`
+gives the length of all sentences. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ from pensieve_lab.cells.whole_sentences import LENGTHS, WholeSentences, limit_of
 from pensieve_lab.experiments.panels import Panel, draw_panels
 
 FLAGS = flags.FLAGS
-_LEAST_REQUESTS, _WARM_UP = 500, 300
+_MIN_REQUESTS, _WARM_UP = 500, 300
 _WHOLE_BATCHES = (1, 8, 32, 64, 128, 256)  # in addition to the largest
 _CLOSE = 1e-2  # largest difference between two implementations, in float32 or bfloat16
 _COLUMNS = (
@@ -100,7 +96,7 @@ class Systems:
     def measure(self, name: str, rate: int) -> dict[str, Any]:
         """Serve one rate with one system; return a row."""
         planning: dict[str, float] = {}
-        num = int(max(rate * FLAGS.seconds, _LEAST_REQUESTS))
+        num = int(max(rate * FLAGS.seconds, _MIN_REQUESTS))
         requests = self._model.requests(num, FLAGS.seed)
         arrival_s = loads.arrivals(rate, num, seed=FLAGS.seed)
         if name in systems.WHOLE_WIDTHS:

@@ -3,13 +3,10 @@
     python -m pensieve_lab.programs.benchmark_decode_matmul --json=decode_matmul.json
 
 Each projection of a layer (`--model`, a preset) is timed at each of `--rows`. The calls alternate between
-more
-copies of the weights than fit into a cache. Times are those of all kernels of a product, from a trace:
-medians
-in microseconds, with the weights' bytes per second. Answers are checked against XLA's. A GPU that supports
-the
-kernel is needed. The fastest program is printed before the last line, which is one JSON document. Exit status
-1 if an answer is wrong.
+more copies of the weights than fit into a cache. Times are those of all kernels of a product, from a trace:
+medians in microseconds, with the weights' bytes per second. Answers are checked against XLA's. A GPU that
+supports the kernel is needed. The fastest program is printed before the last line, which is one JSON
+document. Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations

@@ -4,20 +4,17 @@
 
 The real cache holds `num_idle` conversations of one to `max_chunks` chunks in a pool for half of those, idle
 for up to an hour after turns of all sizes. Then they return at random, one every `turn_gap_s` of virtual
-time.
-What they have lost is allocated again, and every page of it costs a decision and a drop. The order `learned`
-is
-measured while it follows each of its three orders, with a model that has seen every kind of turn return.
+time. What they have lost is allocated again, and every page of it costs a decision and a drop. The order
+`learned` is measured while it follows each of its three orders, with a model that has seen every kind of turn
+return.
   decision  a chunk gives up its page: it is found and dropped, its page is allocated to another chunk, and
-  the
-            order is updated (mean over each admission, so it includes the first decision after time has
+            the order is updated (mean over each admission, so it includes the first decision after time has
             passed);
   turn      the bookkeeping of a sent and answered turn: the log of returns and three shadow caches;
   fit       refitting the model with all idle conversations: once in 32 returns;
   switch    the first decision after another order is followed, with all conversations sorted anew.
 All times are CPU time of the one working thread, so a shared host has little influence. Prints a table and
-one
-JSON document (see `--json`) as the last line.
+one JSON document (see `--json`) as the last line.
 """
 
 from __future__ import annotations

@@ -10,16 +10,14 @@
 - `--backend`: our kernel, by the named back ends, or by all that serve the case here.
 - `--peers`: simple baselines in JAX (`jax`: copy_out, rounds, contiguous) and other projects' kernels if they
   can be imported (`torch`: torch_sdpa, torch_cudnn, flashinfer, flash_attention_3). PyTorch is only imported
-  for
-  the latter and needs memory that JAX must leave free: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.5.
+  for the latter and needs memory that JAX must leave free: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.5.
 - A batch of decodes and prompts is also timed part by part.
 - `--sweep`: also our kernel with many block sizes.
 
 Every answer, also of baselines, is checked before it is timed: whole against the `xla` back end, and some
 tokens against the dense reference. Pools are larger than any cache. The last line is one JSON document (see
 `--json`). Exit status 1 if one of our back ends is wrong or fails, 2 for invalid flags; faults of baselines
-are
-only reported.
+are only reported.
 """
 
 from __future__ import annotations

@@ -10,10 +10,8 @@ Batches of chunks, plain and packed, move between the pages of one runner and pi
 (`kernels/packing_variants.py`), in a minute.
 
 `--trace` adds the device's activity in each, kernel by kernel. Pages hold normal random numbers. Before
-timing,
-every batch goes to the host and back, and must be unchanged. Compared variants alternate in one process;
-figures
-are medians. The last line is one JSON document (see `--json`).
+timing, every batch goes to the host and back, and must be unchanged. Compared variants alternate in one
+process; figures are medians. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations

@@ -12,18 +12,13 @@ measurements.
 
 *table1* and *table2* serve the paper's sets of queries, which arrive at once: 120 long and short ones, and 30
 short ones. Methods are settings of one engine on the same weights, memory and prompts. *Benchmark* runs a
-batch
-until its last query has ended. *PD* computes prompts of similar length together, separately from steps.
-*Baton*
-lets queries join by vector shaping, and *Baton-PD* by vector embedding. All return an answer when its query
-ends. Steps are reported beside seconds, since the paper is about steps. *load* sends queries with a trace's
-lengths as a Poisson process, some of them urgent. It reports latencies per seed and pooled, and what
-preemption
-costs the other queries. *steps* times single launches beside the bytes that they have to move. After each run
-of
-the other parts, its changes of the ring's shape are repeated alone, to know their share of the run. The last
-line
-is one JSON document (see `--json`).
+batch until its last query has ended. *PD* computes prompts of similar length together, separately from steps.
+*Baton* lets queries join by vector shaping, and *Baton-PD* by vector embedding. All return an answer when its
+query ends. Steps are reported beside seconds, since the paper is about steps. *load* sends queries with a
+trace's lengths as a Poisson process, some of them urgent. It reports latencies per seed and pooled, and what
+preemption costs the other queries. *steps* times single launches beside the bytes that they have to move.
+After each run of the other parts, its changes of the ring's shape are repeated alone, to know their share of
+the run. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations

@@ -7,16 +7,12 @@
 - `--sweep` adds other blocks, and then other numbers of parts in the best block.
 
 Before it is timed, every answer is compared with plain XLA's, which is compared with numpy's for one row. NaN
-in
-free columns must not change a bit of the kernel's answer. A timed round has several layers, whose live
-columns
-together are larger than any cache. A layer's query is the previous layer's answer, and a round starts with
-the
-previous round's result; figures are per layer. A time below the bound of reading is rejected: the kernel must
-read the live columns, and plain XLA the whole ring. The last line is one JSON document (see `--json`). Exit
-status 1 if an answer is wrong or fails, except for blocks that are only tried; 2 for invalid flags. Without a
-GPU
-the kernel is interpreted, which shows whether it is right, but not how fast.
+in free columns must not change a bit of the kernel's answer. A timed round has several layers, whose live
+columns together are larger than any cache. A layer's query is the previous layer's answer, and a round starts
+with the previous round's result; figures are per layer. A time below the bound of reading is rejected: the
+kernel must read the live columns, and plain XLA the whole ring. The last line is one JSON document (see
+`--json`). Exit status 1 if an answer is wrong or fails, except for blocks that are only tried; 2 for invalid
+flags. Without a GPU the kernel is interpreted, which shows whether it is right, but not how fast.
 """
 
 from __future__ import annotations

@@ -5,10 +5,8 @@
 
 The real engine, scheduler, cache, planner and tile builder run on a runner that computes nothing: it returns
 made-up ids and records when it was called. `schedule + plan` is the time from the start of `Engine.step` to
-the
-dispatch of the step; `tiles` is its part for the kernel's tile list; `finish` is the rest of the step (ids
-into
-turns, commits). Three loads:
+the dispatch of the step; `tiles` is its part for the kernel's tile list; `finish` is the rest of the step
+(ids into turns, commits). Three loads:
   decode            every request decodes one token;
   mixed             replies end and turns of idle conversations arrive all the time, in a pool so small that
                     idle conversations lose chunks and returning ones recompute;
@@ -16,14 +14,11 @@ turns, commits). Three loads:
                     are dropped.
 All times are CPU time of the one working thread; wall-clock times are printed beside them. A load runs in
 `--num_rounds` processes, one after the other, in which every step makes the same decisions. The minimum over
-the
-rounds counts for each step, because delays on a shared host vary. With `--versus` each round also runs with
-the
-code of that checkout, in alternation, and the document has its times as `before`.
-Prints a table, which load missed the target, and one JSON document (see `--json`) as the last line.
-`--profile` adds cProfile's hot spots. The exit status is 0 even if the target is missed, since that depends
-on
-the machine, and 2 for invalid flags.
+the rounds counts for each step, because delays on a shared host vary. With `--versus` each round also runs
+with the code of that checkout, in alternation, and the document has its times as `before`. Prints a table,
+which load missed the target, and one JSON document (see `--json`) as the last line. `--profile` adds
+cProfile's hot spots. The exit status is 0 even if the target is missed, since that depends on the machine,
+and 2 for invalid flags.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     python -m pensieve_lab.programs.benchmark_server [--num_running=256]
 
 The real engine runs on a runner that computes nothing, served over a real socket pair; at the other end the
-real
-client hands deltas to a task per turn. Both ends alternate in one thread, so that the CPU time of each can be
-measured. Replies end and new turns begin all the time, as in a closed loop of clients. Rounds have the same
-steps, and the minimum over the rounds counts for each step, because delays on a shared host vary.
+real client hands deltas to a task per turn. Both ends alternate in one thread, so that the CPU time of each
+can be measured. Replies end and new turns begin all the time, as in a closed loop of clients. Rounds have the
+same steps, and the minimum over the rounds counts for each step, because delays on a shared host vary.
   engine     `Engine.submit` and `Engine.step`, which a program without a server needs as well
   wire       the rest of the engine's thread: inbox, deltas, encoding, sending
   front      the client's side, until each task has its delta

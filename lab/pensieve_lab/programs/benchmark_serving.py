@@ -9,21 +9,15 @@ r"""Serves conversations in real time and reports the latency of answers over th
         --plot=curves.png
 
 Open loop: users in their own thread send each turn when it is due, whatever the server does. Conversations
-begin
-at random (`--rates`), with the pauses of a recording (`--arrivals`) or as recorded. Turn k + 1 follows when
-turn
-k was answered and its user has thought. The run begins in mid-life (`--mid_life_s`), with the histories of
-its
-conversations computed before the clock starts. Requests that arrive in the window count. The run ends when
-all
-of them were answered, or after `--drain_s`. If users were late (99th percentile over `--max_client_lag_s`)
-the
-run is void and the exit status 1, as it is if `--max_run_s` left no time for any load point. Answers have the
-lengths of the trace, which no system uses to admit, evict or order turns.
+begin at random (`--rates`), with the pauses of a recording (`--arrivals`) or as recorded. Turn k + 1 follows
+when turn k was answered and its user has thought. The run begins in mid-life (`--mid_life_s`), with the
+histories of its conversations computed before the clock starts. Requests that arrive in the window count. The
+run ends when all of them were answered, or after `--drain_s`. If users were late (99th percentile over
+`--max_client_lag_s`) the run is void and the exit status 1, as it is if `--max_run_s` left no time for any
+load point. Answers have the lengths of the trace, which no system uses to admit, evict or order turns.
 
 Closed loop (`--closed_loop`): `--num_conversations` of `--num_turns` turns start at once, each next turn
-follows
-its answer directly, and the total time is reported.
+follows its answer directly, and the total time is reported.
 
 Systems, one per process (but see `--loads`), on the same memory:
   pensieve       KV cache in device and host memory (`--policy`, `--noprefetch`, `--noretrieval_priority` and

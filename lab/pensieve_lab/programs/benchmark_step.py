@@ -5,8 +5,7 @@
 - Ceilings of this device, measured in the same run: reading, copying, multiplying.
 - Decode steps, a step of prompt tokens, and both in one step, each launched back to back as the engine would.
   The bound of a step is the sum over its operations of their limits, memory or arithmetic. The host time of
-  the
-  call, while the step before runs, is measured too.
+  the call, while the step before runs, is measured too.
 - The time that sampling adds to a step of the first case, by sampling parameters.
 - A decoding engine against a bare loop over the same compiled step at the same contexts: tokens/s, and the
   host's time.
@@ -14,8 +13,7 @@
   times.
 
 Page and bucket sizes follow from the requested cases. The KV cache of bare steps holds random numbers.
-Figures
-are medians. The last line is one JSON document (see `--json`).
+Figures are medians. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@
 - An idle engine: the time to the first token with the history swapped in, on the device, and recomputed.
 
 Compared variants alternate in one process; figures are medians. Pages of both tiers and step sizes follow
-from
-the requested sizes. The last line is one JSON document (see `--json`). The exit status is 1 if a target is
-missed, unless `--noenforce`.
+from the requested sizes. The last line is one JSON document (see `--json`). The exit status is 1 if a target
+is missed, unless `--noenforce`.
 """
 
 from __future__ import annotations

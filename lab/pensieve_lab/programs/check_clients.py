@@ -6,9 +6,8 @@
 The program starts `pensieve serve` with the model in the package, or uses the server at `--url`. It runs the
 openai client, strict, synchronous and asynchronous. With the flags it also runs langchain-openai in an
 interpreter that has it, and Open Responses' compliance test. All answers are then checked against the schemas
-of
-OpenAI's own API document. The last line is one JSON document (see `--json`); the exit status is 1 if a case
-fails.
+of OpenAI's own API document. The last line is one JSON document (see `--json`); the exit status is 1 if a
+case fails.
 """
 
 from __future__ import annotations

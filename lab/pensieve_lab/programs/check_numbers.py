@@ -17,11 +17,10 @@ data.
 (lab/log) is left out. A page without such a file must be named, with a reason, in
 `lab/sources/unchecked.toml`.
 
-The documents in lab/results are checked as well: each names a clean commit of this history, and measured
-load points are recomputed from their requests. `lab/sources/documents.toml` has the SHA-256 of each document;
+The documents in lab/results are checked as well: each names a clean commit of this history, and measured load
+points are recomputed from their requests. `lab/sources/documents.toml` has the SHA-256 of each document;
 `lab/sources/summary_only.toml` lists the documents from before these rules. Only the git history shows that
-an
-older document was edited together with its line there, so the check fails without the full history unless
+an older document was edited together with its line there, so the check fails without the full history unless
 `--allow_missing_history` is given.
 """
 

@@ -6,14 +6,11 @@
 A tiny model in float32 serves the same conversations on one device and on `--tensor_parallel_size`. Its two
 tiers hold only a part of them, so that chunks are copied out and back, dropped and recomputed. Every token of
 both must be the choice of the dense reference, which has one device and no cache, and the devices' tokens
-must
-equal the one device's, except for ties, which rounding decides. A `random:<preset>` whose KV heads do not
-divide
-over the devices gets one per device, with the same number of query heads per KV head.
+must equal the one device's, except for ties, which rounding decides. A `random:<preset>` whose KV heads do
+not divide over the devices gets one per device, with the same number of query heads per KV head.
 
 The last line is one JSON document (see `--json`) with the number of each kind of move. The exit status is 1
-if
-a token differs, or if some kind of move did not happen at all.
+if a token differs, or if some kind of move did not happen at all.
 """
 
 from __future__ import annotations

@@ -9,13 +9,11 @@ model answers it. The same conversations are served three times, in float32: wit
 tiers so small that every return has its KV swapped in or recomputed, and with nothing but the question. With
 memory for all, as many more are told and asked in new constructions (sentences built as none of training is),
 twice: in those that were known while training's sentences were written, and in those of the test. They have
-no
-target. Half of the cases ask for one fact, the others for two at once or for a corrected one; a table has the
-figures of each kind. Greetings without a history are answered as well.
-The last line is one JSON document (see `--json`). Exit status 1 if a target is missed: the share of right
-answers, KV in place in the small tiers, replies that depend on the tiers, or the share of greetings that are
-answered with an invented fact. If a dense pass has two tokens no farther apart than rounding goes, either is
-right: such replies count as ties.
+no target. Half of the cases ask for one fact, the others for two at once or for a corrected one; a table has
+the figures of each kind. Greetings without a history are answered as well. The last line is one JSON document
+(see `--json`). Exit status 1 if a target is missed: the share of right answers, KV in place in the small
+tiers, replies that depend on the tiers, or the share of greetings that are answered with an invented fact. If
+a dense pass has two tokens no farther apart than rounding goes, either is right: such replies count as ties.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
     python -m pensieve_lab.programs.check_serving --model=random:llama2-13b-gqa10 --dtype=bfloat16
 
-Conversations of seeded random ids take their turns together, statefully, in a pool that holds a part of
-them (`--pool_fraction`). Then each whole conversation goes through the dense reference in one teacher-forced
-pass, and the log-probabilities of the emitted tokens are compared. The program reports their differences,
-tokens/s of each turn, memory against weights + pool + 2 GB, and compilations while serving. The last line is
-one
-JSON document (see `--json`); the exit status is 1 if a target is missed.
+Conversations of seeded random ids take their turns together, statefully, in a pool that holds a part of them
+(`--pool_fraction`). Then each whole conversation goes through the dense reference in one teacher-forced pass,
+and the log-probabilities of the emitted tokens are compared. The program reports their differences, tokens/s
+of each turn, memory against weights + pool + 2 GB, and compilations while serving. The last line is one JSON
+document (see `--json`); the exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -107,8 +106,7 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
     )
     reference = DenseReference(model)
     # Every sequence is padded to one length, and everything after the shortest first prompt counts as
-    # emitted, so
-    # that the reference is compiled once. Padding after a token does not change its logits.
+    # emitted, so that the reference is compiled once. Padding after a token does not change its logits.
     longest = max(len(one.token_ids) for one in served)
     num_first = min(len(one.prompts[0]) for one in served)
     params = SamplingParams(max_tokens=longest, ignore_eos=True)

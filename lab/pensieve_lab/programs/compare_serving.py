@@ -11,8 +11,7 @@ r"""Compares systems on the same loads by the latency of their answers, from fil
 Points of one load are put side by side. The program refuses documents whose points of one load had different
 arrivals (`sessions_digest`), or that differ in model, trace, device or window. For one system it refuses two
 configurations and a load that was measured twice. It also refuses systems with different device memory for
-the
-KV cache (`kv_bytes`), unless `--allow_different_memory` is given or a system does not know its own.
+the KV cache (`kv_bytes`), unless `--allow_different_memory` is given or a system does not know its own.
 
 Seeds of a load become one row: medians of their percentiles, and sums of what was answered. The row names its
 seeds, which may differ between systems. If not all requests were answered when a run ended, its latencies

@@ -5,20 +5,14 @@ it.
         --token_buckets=64,1024
 
 Three variants of one engine run one after the other on one model. *stateless* (`stateful=False`) recomputes
-the
-history in every turn. *gpu only* (`cpu_pages=0`, the paper's "Pensieve (GPU cache)") recomputes what it had
-to
-drop. *both tiers* copies to host memory and back. `--policies` adds the other eviction policies on both
-tiers.
-Every variant serves the same turns, in rounds: a conversation returns when about all the others have had a
-turn
-(`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of what all fill,
-unless
-`--gpu_pages` and `--cpu_pages` are given.
+the history in every turn. *gpu only* (`cpu_pages=0`, the paper's "Pensieve (GPU cache)") recomputes what it
+had to drop. *both tiers* copies to host memory and back. `--policies` adds the other eviction policies on
+both tiers. Every variant serves the same turns, in rounds: a conversation returns when about all the others
+have had a turn (`serving/rounds.py`). Memory holds a part of them: `--gpu_fraction` and `--cpu_fraction` of
+what all fill, unless `--gpu_pages` and `--cpu_pages` are given.
 
 A probe of a few steps estimates the duration, and on a terminal a bar shows the time left. The last line is
-one
-JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave different tokens.
+one JSON document (see `--json`). Exit status 1 if two variants of a float32 engine gave different tokens.
 """
 
 from __future__ import annotations

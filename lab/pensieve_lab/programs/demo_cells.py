@@ -3,8 +3,7 @@
     python -m pensieve_lab.programs.demo_cells [--plot=cells.png]
 
 A small Seq2Seq model with random weights translates sentences of different lengths that arrive while others
-are
-being computed. The first picture has a line per sentence and a column per task: `e` if the task has its
+are being computed. The first picture has a line per sentence and a column per task: `e` if the task has its
 encoder's cell, `d` for a decoder's, `.` while it waits. The second shows the same sentences padded to equal
 lengths in batches of whole requests, as without cells. At the end each sentence is translated alone; the exit
 status is 1 unless all words are the same.

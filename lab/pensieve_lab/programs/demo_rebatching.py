@@ -5,14 +5,10 @@
 A small Llama with random weights answers a dozen queries of different lengths in a batch of four rows, three
 times. With *none* a batch runs until its last query has ended. With *shape* a query joins as soon as a row is
 free. Its prompt is computed in a step of the whole batch (a small letter), whose other rows are padded to it,
-so
-the ring grows. With *embed* its prompt is computed separately and inserted into the row, without padding. In
-the
-pictures a line is a row of the batch and a column a step: the letter of the query that gets a token, or `.`
-for
-an idle row; below them is the span, the columns of the ring that are needed. At the end the paged engine
-answers
-the same prompts; the exit status is 1 unless all answers are the same.
+so the ring grows. With *embed* its prompt is computed separately and inserted into the row, without padding.
+In the pictures a line is a row of the batch and a column a step: the letter of the query that gets a token,
+or `.` for an idle row; below them is the span, the columns of the ring that are needed. At the end the paged
+engine answers the same prompts; the exit status is 1 unless all answers are the same.
 """
 
 from __future__ import annotations

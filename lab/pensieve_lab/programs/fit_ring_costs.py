@@ -6,9 +6,8 @@
 `--documents` are of one model on one device, preferably with rings of several shapes, since a single shape
 cannot separate columns from weights. Costs that were not measured or cannot be separated stay as in `--base`.
 `--host_s` and `--fetch_s` concern the serving thread, which launches do not show. A table compares each
-measured
-launch with the new profile. Give the file to `pensieve_lab.rebatching.costs.RingCosts.load`, or put it into
-`lab/pensieve_lab/rebatching/profiles`.
+measured launch with the new profile. Give the file to `pensieve_lab.rebatching.costs.RingCosts.load`, or put
+it into `lab/pensieve_lab/rebatching/profiles`.
 """
 
 from __future__ import annotations

@@ -6,17 +6,14 @@
 
 The model runs in float32. Its KV cache is stored exactly, in bfloat16, in int8 and e4m3 with a scale for each
 token and KV head, and in e4m3 without scales. Each token's distribution after its text is compared with the
-exact
-one, and greedy replies with exact ones. Then outliers are planted: weights are changed so that a channel of
-each
-head is larger, and the function is the same. "int8_balanced" is int8 on weights whose channels were scaled to
-similar magnitudes.
+exact one, and greedy replies with exact ones. Then outliers are planted: weights are changed so that a
+channel of each head is larger, and the function is the same. "int8_balanced" is int8 on weights whose
+channels were scaled to similar magnitudes.
 
 `--text` is a file of dialogues (.jsonl, .jsonl.gz; a line is {"turns": [["U", text], ["A", text], ...]}),
-which
-are formatted with the model's chat template, or of plain text, cut into pieces. Without it, the program uses
-dialogue lines of ours. The last line is one JSON document (see `--json`); exit status 1 if a planted outlier
-changed the function.
+which are formatted with the model's chat template, or of plain text, cut into pieces. Without it, the program
+uses dialogue lines of ours. The last line is one JSON document (see `--json`); exit status 1 if a planted
+outlier changed the function.
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
     python -m pensieve_lab.programs.measure_packing --model=chat --json=packing.json
 
 Counts escapes in bfloat16 keys and values of a model over texts, unchanged and with outliers planted by
-weights
-of the same function (`kv_quality.channels`), and in normal random numbers with one larger channel. A *tile*
-is
-the part of a page in one layer and head row; a chunk is lost if one of its tiles has too many escapes.
-Without
-`--text` the program uses dialogue lines of ours. The last line is one JSON document (see `--json`).
+weights of the same function (`kv_quality.channels`), and in normal random numbers with one larger channel. A
+*tile* is the part of a page in one layer and head row; a chunk is lost if one of its tiles has too many
+escapes. Without `--text` the program uses dialogue lines of ours. The last line is one JSON document (see
+`--json`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python -m pensieve_lab.programs.picture_page --output_dir=docs/page
 
 The program starts a server on a free port with its own history, drives Debian's `chromium-headless-shell`,
-and
-stops both. Needs `pip install playwright`.
+and stops both. Needs `pip install playwright`.
 """
 
 from __future__ import annotations

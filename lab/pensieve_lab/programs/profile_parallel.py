@@ -1,23 +1,21 @@
-"""Steps of a model that several devices share, by how partial sums are added up and kernels are launched.
+"""Times steps of a tensor-parallel model, by variants of the all-reduce and of kernel launches.
 
     python -m pensieve_lab.programs.profile_parallel --model=random:llama2-70b --num_layers=16 \\
         --dtype=bfloat16
     python -m pensieve_lab.programs.profile_parallel --model=random:llama2-70b --dtype=bfloat16 --traces \\
         --json=out.json
 
-- All-reduces alone, of the rows of each case: many in a row, by the compiler and by our own kernel.
-- Decode steps and a prompt, each launched back to back as the engine would, against the bound of its bytes
-and
-  operations. Every device's activity on one time line: time by kernel, exchanges, gaps, how far apart the
-  devices reached an exchange, and with `--traces` the last kernels one by one.
+The program measures:
+- All-reduces alone, with the number of rows of each case: many in sequence, XLA's and this project's kernel.
+- Decode steps and prompt steps, launched back to back as the engine does, and compared with the roofline
+  bound. A trace puts the kernels of all devices on one time line: time by kernel, collectives, gaps, and how
+  far apart the devices start a collective. `--traces` also lists the last kernels one by one.
 - Memory of every device.
 
-Each of `--variants` (`parallel.variants`) runs in its own process, since XLA reads its flags once. All of
-these
-run one after the other, `--num_rounds` times over, within `--budget_s`. `--num_layers` shortens the model, so
-that a variant takes a minute: the layers take nearly all of the time, and the rest is the same for all
-variants.
-Finished results are in the document (`--json=FILE`) whatever happens later.
+Each of `--variants` (`parallel.variants`) runs in its own process, since XLA reads its flags once. The
+variants run one after the other, `--num_rounds` times, within `--budget_s`. `--num_layers` shortens the
+model, so that a variant takes a minute. The layers take nearly all of the time, and the rest is the same for
+all variants. The document (`--json=FILE`) is written after each variant, so a later failure loses nothing.
 """
 
 from __future__ import annotations
@@ -60,17 +58,17 @@ from pensieve_lab.steps.ceilings import measure_ceilings
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
 UNITS = {"*_s": "seconds", "*_bytes_per_s": "bytes per second", "flop_per_s": "operations per second"}
-_LEAST_S = 30.0  # minimum time left to begin a variant
+_MIN_LEFT_S = 30.0  # a variant starts only if at least this time of the budget is left
 _RANDOM = "random:"
 
 
 def cut_model() -> None:
-    """Shorten `--model` to `--num_layers` layers; raises ConfigError."""
+    """Shorten `--model` to `--num_layers` layers; raise ConfigError unless it is random:<preset>."""
     if FLAGS.num_layers is None:
         return
     name = FLAGS.model.removeprefix(_RANDOM)
     if not FLAGS.model.startswith(_RANDOM) or name not in PRESETS:
-        raise ConfigError("--num_layers", FLAGS.num_layers, "left out: only random:<preset> can be cut")
+        raise ConfigError("--num_layers", FLAGS.num_layers, "left out: only random:<preset> can be shortened")
     short = f"{name}-{FLAGS.num_layers}-layers"
     PRESETS[short] = preset(name, num_layers=FLAGS.num_layers)
     FLAGS["model"].value = _RANDOM + short
@@ -121,13 +119,13 @@ def measure() -> Figures:
 
 
 def in_rounds(names: list[str], num_rounds: int) -> list[tuple[str, str]]:
-    """Return all variants, `num_rounds` times over: the name of each, and its name in the document."""
+    """Return all variants, repeated `num_rounds` times: the name of each, and its name in the document."""
     counts = range(1, num_rounds + 1)
     return [(name, name if count == 1 else f"{name}_{count}") for count in counts for name in names]
 
 
 def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
-    """Measure a variant in its own process; the result holds any failure."""
+    """Measure a variant in its own process; a failure is described in the result and not raised."""
     xla_flags = " ".join([os.environ.get("XLA_FLAGS", ""), *variant.xla_flags]).strip()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "document.json")
@@ -136,10 +134,11 @@ def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
             *(f"--variants={name}", "--num_rounds=1", "--apart=false", f"--json={path}"),
         ]
         ended = run_apart(command, os.environ | {"XLA_FLAGS": xla_flags}, timeout_s)
-        taken = {"wall_s": ended.wall_s, "xla_flags": xla_flags}
-        with contextlib.suppress(OSError, ValueError):  # its results count, whatever its exit status
-            return json.loads(path.read_text(encoding="utf-8"))["results"]["variants"][name] | taken
-        return taken | {"failed": ended.failed or "wrote no document", "output": ended.output}
+        run_facts = {"wall_s": ended.wall_s, "xla_flags": xla_flags}
+        # A process that wrote its results may still exit with an error; the results count.
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(path.read_text(encoding="utf-8"))["results"]["variants"][name] | run_facts
+        return run_facts | {"failed": ended.failed or "wrote no document", "output": ended.output}
 
 
 def print_tables(found: dict[str, Figures]) -> None:
@@ -149,13 +148,12 @@ def print_tables(found: dict[str, Figures]) -> None:
         if "failed" in one:
             print(f"{name}: {one['failed']}\n{one.get('output', '')}")
         for size, sums in one.get("sums", {}).items():
-            makers = {
+            medians_s = {
                 key.removesuffix("_s"): value["median"] for key, value in sums.items() if key[-2:] == "_s"
             }
-            shown = ", ".join(f"{maker} {1e6 * seconds:.1f}" for maker, seconds in makers.items())
-            print(
-                f"{name}: all-reduce of {size}, us: {shown} {'' if sums.get('is_right', True) else 'WRONG'}"
-            )
+            shown = ", ".join(f"{kernel} {1e6 * median_s:.1f}" for kernel, median_s in medians_s.items())
+            verdict = "" if sums.get("is_right", True) else "WRONG"
+            print(f"{name}: all-reduce of {size}, us: {shown} {verdict}")
         for case, step in one.get("steps", {}).items():
             exchanges = step["trace"].get("exchanges", {})
             rows.append(
@@ -169,7 +167,7 @@ def print_tables(found: dict[str, Figures]) -> None:
                     1e3 * exchanges.get("waited_s", 0.0),
                 ]
             )
-    columns = ["variant", "step", "median, ms", "bound, ms", "share", "exchanging, ms", "waiting, ms"]
+    columns = ["variant", "step", "median, ms", "bound, ms", "bound/median", "collectives, ms", "skew, ms"]
     print(table(columns, rows))
 
 
@@ -183,7 +181,7 @@ def main() -> int:
         left_s = FLAGS.budget_s - (time.perf_counter() - start_s)
         if not FLAGS.apart:
             found[title] = measure()
-        elif left_s < _LEAST_S:
+        elif left_s < _MIN_LEFT_S:
             found[title] = {"failed": f"not started: {left_s:.0f} s were left"}
         else:
             found[title] = measure_apart(name, VARIANTS[name], min(FLAGS.timeout_s, left_s))
@@ -200,15 +198,15 @@ def main() -> int:
 
 def define_flags() -> None:
     flags.DEFINE_list("variants", ["default"], f"Variants from {', '.join(VARIANTS)}.")
-    flags.DEFINE_integer("num_rounds", 1, "Number of rounds over all variants.", lower_bound=1)
+    flags.DEFINE_integer("num_rounds", 1, "Number of times that all variants are run.", lower_bound=1)
     flags.DEFINE_bool("apart", True, "Run each variant in its own process, with its XLA flags.")
-    flags.DEFINE_float("budget_s", 560.0, "Seconds for all variants.", lower_bound=1)
-    flags.DEFINE_float("timeout_s", 280.0, "Seconds for one variant.", lower_bound=1)
+    flags.DEFINE_float("budget_s", 560.0, "Time limit of all variants together, in seconds.", lower_bound=1)
+    flags.DEFINE_float("timeout_s", 280.0, "Time limit of one variant, in seconds.", lower_bound=1)
     define_case_flags()
-    flags.DEFINE_integer("num_layers", None, "Layers of a random:<preset>; default: its own.", lower_bound=1)
+    flags.DEFINE_integer("num_layers", None, "Layers of a random:<preset>; default: all.", lower_bound=1)
     flags.DEFINE_bool("traces", False, "List a step's kernels one by one.")
     flags.DEFINE_integer("num_events", 400, "Number of last kernels listed per device.", lower_bound=0)
-    flags.DEFINE_bool("sums_only", False, "Only all-reduces, without a model.")
+    flags.DEFINE_bool("sums_only", False, "Time only all-reduces, without a model.")
     define_engine_flags(model=TINY_MODEL)
     FLAGS.set_default("tensor_parallel_size", 2)
     define_document_flag()

@@ -5,8 +5,7 @@
     python -m pensieve_lab.programs.refresh_pages --check
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`. The text around it is not changed: read it
-again
-if numbers have changed.
+again if numbers have changed.
 """
 
 from __future__ import annotations

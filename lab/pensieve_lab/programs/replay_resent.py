@@ -3,13 +3,11 @@
     python -m pensieve_lab.programs.replay_resent --num_conversations=60
 
 The program starts `pensieve serve`. Lengths are those of the synthetic ShareGPT-like trace, or of `--trace`;
-text
-is made of words. Every turn resends all messages, `--concurrency` conversations at a time. Some turns edit an
-earlier reply, or regenerate the last one. The reusable part of a context is what an earlier request of the
-conversation had in common with it: after a plain turn everything but the last sampled token, which was never
-computed. The report has reused tokens over reusable tokens by kind of turn, and contexts by kind of match.
-The
-last line is one JSON document (see `--json`); the exit status is 1 below `--target`.
+text is made of words. Every turn resends all messages, `--concurrency` conversations at a time. Some turns
+edit an earlier reply, or regenerate the last one. The reusable part of a context is what an earlier request
+of the conversation had in common with it: after a plain turn everything but the last sampled token, which was
+never computed. The report has reused tokens over reusable tokens by kind of turn, and contexts by kind of
+match. The last line is one JSON document (see `--json`); the exit status is 1 below `--target`.
 """
 
 from __future__ import annotations

@@ -4,26 +4,21 @@
     python -m pensieve_lab.programs.reproduce --experiment=traces --traces=mooncake:conversation_trace.jsonl
 
 Experiments: fig3 and fig4 (single steps), fig10a to fig10d, fig11, fig13 and thesis3.15 (latency over
-throughput), fig11-measured and fig12 (open loops, the kernel: from committed measurements), fig14
-(eviction policies), fig15 (think times; the thesis's 3.16 too), fig10b-long (10b after a longer warm-up),
-thesis3.10 (the conversations themselves; 3.11 too), and traces and oracle, which compare eviction
-policies on your recorded traces, with each other and with one that knows the future. Scheduler, cache and
-policies are the engine's own under a virtual clock. A step and a copy take the time in the profile of
-`--device`:
-`a100` is the paper's machine, from published figures of the hardware, and `h200` is based on measurements.
-Every
-point is simulated once per seed of `--seeds`, `--num_processes` at a time, and stored in `--keep` if that is
-given; the same seeds give the same figures. `--small` is a version on little memory that takes seconds. A
-flag
-that does not affect an experiment, such as seeds without a simulated workload, is refused. Tables come first,
-then one JSON document (see `--json`) as the last line.
+throughput), fig11-measured and fig12 (open loops, the kernel: from committed measurements), fig14 (eviction
+policies), fig15 (think times; the thesis's 3.16 too), fig10b-long (10b after a longer warm-up), thesis3.10
+(the conversations themselves; 3.11 too), and traces and oracle, which compare eviction policies on your
+recorded traces, with each other and with one that knows the future. Scheduler, cache and policies are the
+engine's own under a virtual clock. A step and a copy take the time in the profile of `--device`: `a100` is
+the paper's machine, from published figures of the hardware, and `h200` is based on measurements. Every point
+is simulated once per seed of `--seeds`, `--num_processes` at a time, and stored in `--keep` if that is given;
+the same seeds give the same figures. `--small` is a version on little memory that takes seconds. A flag that
+does not affect an experiment, such as seeds without a simulated workload, is refused. Tables come first, then
+one JSON document (see `--json`) as the last line.
 
 Of BatchMaker, the thesis's chapter 2: cells2.3 (a step by batch size), cells2.5 (which request is in which
 task), cells2.7, cells2.8 and cells2.11 (LSTM), cells2.9 (queueing), cells2.10 (lengths), cells2.13 (Seq2Seq
-on
-several devices), cells2.14 and cells2.15 (trees). All run under the same virtual clock with the cell times of
-the
-thesis's V100, and 2.3 also shows committed measurements. Figures 2.4, 2.6 and 2.12 are drawings.
+on several devices), cells2.14 and cells2.15 (trees). All run under the same virtual clock with the cell times
+of the thesis's V100, and 2.3 also shows committed measurements. Figures 2.4, 2.6 and 2.12 are drawings.
 
 Of Baton: baton-table1 and baton-table2 (duration of its methods in steps and seconds), baton6, baton7
 and baton8 (queries, tokens and KV cache over time), with the engine's own loop and the costs of

@@ -12,13 +12,10 @@ Parts, each in its own process, in this order:
   loops   benchmark_serving.py: open loops of `--loads`, ordered so that each system has a point before any
           has two.
 All of them end within `--budget_s`: tokens may take a fifth of it, steps two fifths, loops what is left. A
-part
-that takes longer is killed, and the next part begins. The same command with the same `--json` continues with
-what is missing: parts that are not done, then failed parts, and loads without a point. A load that was
-running
-when the loops failed comes last. Compiled steps are stored in `--compilation_cache_dir`, which may be copied
-and
-shortens the starts of the second call. Only `--parts` are run.
+part that takes longer is killed, and the next part begins. The same command with the same `--json` continues
+with what is missing: parts that are not done, then failed parts, and loads without a point. A load that was
+running when the loops failed comes last. Compiled steps are stored in `--compilation_cache_dir`, which may be
+copied and shortens the starts of the second call. Only `--parts` are run.
 
 Settings of Llama-2-70B and OPT-66B on two and on four devices (memory, users, windows, loads, and environment
 variables: `pensieve_lab.parallel.figure11`) are those of lab/results. Given flags and variables override
@@ -27,8 +24,7 @@ them.
 `--json` is written after each part and each load point, and holds each part's own document; the document of a
 load point is one of benchmark_serving. `--documents=lab/results/h200x4` writes each of them as a file, for
 example h200x4_open_llama2-70b_pensieve_2.5.json, for compare_serving.py, validate_simulator.py, and the rows
-of
-`experiments.measured_loops`. The exit status is 1 if tokens differ or a part of this call failed.
+of `experiments.measured_loops`. The exit status is 1 if tokens differ or a part of this call failed.
 """
 
 from __future__ import annotations
@@ -70,7 +66,7 @@ from pensieve_lab.serving.load_points import define_load_flags
 FLAGS = flags.FLAGS
 UNITS = {"*_s": "seconds", "documents": "each has its own units"}
 _SHARES = {TOKENS: 0.2, STEPS: 0.4, LOOPS: 1.0}  # maximum shares of the budget
-_LEAST_SHARE = 0.05  # minimum share left to begin a part
+_MIN_SHARE = 0.05  # minimum share left to begin a part
 
 
 class Call:
@@ -96,7 +92,7 @@ class Call:
             self._say(part, "done before")
             return True
         limit_s = min(_SHARES[part] * FLAGS.budget_s, FLAGS.budget_s - self._taken_s())
-        if limit_s < _LEAST_SHARE * FLAGS.budget_s:
+        if limit_s < _MIN_SHARE * FLAGS.budget_s:
             self._say(part, f"not started, as {max(limit_s, 0.0):.0f} s were left")
             return True
         with tempfile.TemporaryDirectory() as directory:

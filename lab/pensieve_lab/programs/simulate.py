@@ -4,21 +4,17 @@
 
 Scheduler, cache, eviction policies and admission are the engine's own. A step and a copy take the time in a
 device profile (`--profile`: one of the package, or a file). Users send turn k + 1 when turn k has been
-answered
-and they have thought. The run begins in mid-life, warms up for `--warm_up_s` and counts for `--window_s`.
-Systems:
+answered and they have thought. The run begins in mid-life, warms up for `--warm_up_s` and counts for
+`--window_s`. Systems:
   pensieve      KV cache in device and host memory;
   pensieve-gpu  in device memory alone (the paper's "Pensieve (GPU cache)");
   stateless     every turn computes its whole history.
 Every eviction policy of `--policies` is run with each of the first two. `--replicas` engines share the load
-by
-`--routing`: `affinity` (a conversation stays where it began), or `random` or `least-loaded` for each turn,
-which
-recompute what other replicas had answered. The first table shows how the load was served. The second shows
-where
-history was found, what moved, and the share of step time that was padding. The last line is one JSON document
-(see `--json`). A rate takes some seconds per system if memory suffices, and a minute if not: see
-`--progress`.
+by `--routing`: `affinity` (a conversation stays where it began), or `random` or `least-loaded` for each turn,
+which recompute what other replicas had answered. The first table shows how the load was served. The second
+shows where history was found, what moved, and the share of step time that was padding. The last line is one
+JSON document (see `--json`). A rate takes some seconds per system if memory suffices, and a minute if not:
+see `--progress`.
 """
 
 from __future__ import annotations

@@ -4,22 +4,17 @@
 
 reads BurstGPT's CSV, Mooncake's JSON lines, a directory of kv-cache-tester's sessions, ShareGPT, UltraChat
 and more (docs/formats.md has the list); the format is guessed from the fields. It then serves one GPU's part
-of
-the trace by three systems: `stateless` recomputes every history, `pensieve-gpu` keeps the KV cache in device
-memory alone, and `pensieve` in device and host memory, of several sizes. A table shows what each computed,
-how
-long answers took, where histories were found, and what that saves. `--plot` draws it. The last line is one
-JSON
-document (see `--json`).
+of the trace by three systems: `stateless` recomputes every history, `pensieve-gpu` keeps the KV cache in
+device memory alone, and `pensieve` in device and host memory, of several sizes. A table shows what each
+computed, how long answers took, where histories were found, and what that saves. `--plot` draws it. The last
+line is one JSON document (see `--json`).
 
 Settings that are not given are chosen and printed. The part has as many conversations as the stateless system
 answers within `--level_ms` per token on average (`--share`, or `--rate` if the trace has no arrivals), of at
-most
-about `--max_turns` turns. If even a few conversations take longer, that is printed. The device's memory is an
-eighth of their KV cache, at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Scheduler,
-cache
-and eviction order are the engine's own, in virtual time: a step and a copy take the time in `--profile`.
-`programs.simulate` sweeps loads, policies and replicas.
+most about `--max_turns` turns. If even a few conversations take longer, that is printed. The device's memory
+is an eighth of their KV cache, at most the 40 GB of the paper, and the host's 1, 2 and 4 times that.
+Scheduler, cache and eviction order are the engine's own, in virtual time: a step and a copy take the time in
+`--profile`. `programs.simulate` sweeps loads, policies and replicas.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
     python -m pensieve_lab.programs.soak_server --minutes=60 --output_dir=soak
 
 Starts `pensieve serve` with its own history and lets clients use Responses, Conversations, Chat Completions
-and
-Completions: streams, forks, edits, responses in the background, cancels, and disconnects. Every `--sample_s`
-it
-samples memory, threads and descriptors of both processes and the sizes of all tables of ids. The report has
-the
-first value of each, its medians in the second and the last third, and the last. The directory gets
-`samples.json` after every sample, and `soak.png`. The last line is one JSON document (see `--json`). The exit
-status is 1 if a figure grew, or did not return to its base value when the clients had left.
+and Completions: streams, forks, edits, responses in the background, cancels, and disconnects. Every
+`--sample_s` it samples memory, threads and descriptors of both processes and the sizes of all tables of ids.
+The report has the first value of each, its medians in the second and the last third, and the last. The
+directory gets `samples.json` after every sample, and `soak.png`. The last line is one JSON document (see
+`--json`). The exit status is 1 if a figure grew, or did not return to its base value when the clients had
+left.
 """
 
 from __future__ import annotations

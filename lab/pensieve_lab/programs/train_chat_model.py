@@ -4,25 +4,22 @@
         --task_dialogues=sgd_train.jsonl.gz \\
         --assistant_dialogues=oasst_seed.jsonl.gz --dev_dialogues=sgd_dev.jsonl.gz
 
-On one H200 the defaults take a few minutes. The dialogue files are JSON lines of
-{"turns": [["U", text], ["S", text], ...]}; any letter but U is the assistant. The program learns a byte-level
-BPE vocabulary from them and from generated conversations in which facts are told and later asked for. It
-trains
-the project's own Llama, with the forward pass that serves it, on the token ids that `LLM.chat` sends.
-Recorded
-dialogues are used a few times only, since a model of this size would memorize them; every conversation around
-facts is a new one.
+On one H200 the defaults take a few minutes. The dialogue files are JSON lines of {"turns": [["U", text],
+["S", text], ...]}; any letter but U is the assistant. The program learns a byte-level BPE vocabulary from
+them and from generated conversations in which facts are told and later asked for. It trains the project's own
+Llama, with the forward pass that serves it, on the token ids that `LLM.chat` sends. Recorded dialogues are
+used a few times only, since a model of this size would memorize them; every conversation around facts is a
+new one.
 
 `--work_dir` gets
   model/         a Hugging Face directory, for `LLM(...)` and every other reader of that format
   checkpoints/   Orbax; the same command resumes from the newest, and names any flag that differs
   settings.json  the flags of the training
-During training and at its end, the program measures whether history matters: the loss of recorded replies
-from
-the fourth turn on, and recall of facts whose values and sentences training never saw (once in constructions
-that
-it knows, twice in new ones; see lab/docs/chat_model.md), each with the history and without. The last line is
-one JSON document (see `--json`).
+
+During training and at its end, the program measures whether history matters. It measures the loss of
+recorded replies from the fourth turn on, and recall of facts whose values and sentences training never saw
+(once in constructions that it knows, twice in new ones; see lab/docs/chat_model.md). Each is measured with
+the history and without. The last line is one JSON document (see `--json`).
 
 The data, its order and the first weights follow from `--seed`. On a CPU the result does too, to the bit; on a
 GPU sums of gradients may come in any order unless XLA_FLAGS=--xla_gpu_deterministic_ops=true.

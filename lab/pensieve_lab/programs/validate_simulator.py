@@ -6,18 +6,16 @@ enough.
 
 `--documents` are files of benchmark_serving's `--output_json`: open loops of this project's own systems. Each
 load point is simulated with the trace, users, window, memory, buckets and policy of its measurement. The
-trace
-is made (or read) again: the benchmark's flags of the trace must be given here as well, and its digest must
-equal
-the document's. Kernels are launched by the same thread as in the measurement. Criteria:
+trace is made (or read) again: the benchmark's flags of the trace must be given here as well, and its digest
+must equal the document's. Kernels are launched by the same thread as in the measurement. Criteria:
   mean step time of buckets with 1% of the steps' time     within 10%
   over the knee (under 95% of what was sent is served, or
   a first token takes over a second on the average)        requests/s within 10%
   elsewhere                                                mean normalized latency within 10%
   hit rates of both tiers                                  within 3 points
 The other figures help to explain differences. Void points are left out; points that the profile was fitted
-with
-are marked. The last line is one JSON document (see `--json`); the exit status is 1 if a criterion is missed.
+with are marked. The last line is one JSON document (see `--json`); the exit status is 1 if a criterion is
+missed.
 """
 
 from __future__ import annotations

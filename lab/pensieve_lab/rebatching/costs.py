@@ -47,8 +47,7 @@ class RingCosts:
       pair_s: time of prompt attention per query-key pair.
       shaped_pair_s: time per pair in a shaped step, whose scores go through memory.
       insert_s, insert_column_s: fixed time of an insertion, and time per column of the ring's row; all
-      columns
-        are written.
+        columns are written.
       take_column_s: time to take a column out of the ring.
       relayout_column_s: time per column of the new ring when its shape changes.
       copy_bytes_per_s: bandwidth of the link between device and host memory.

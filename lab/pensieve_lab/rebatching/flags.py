@@ -26,7 +26,7 @@ FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 _PARTS = ("table1", "table2", "load", "steps")
 _CONTEXT_OF_TRACES = 2048
-_LEAST_LENGTH = 4 * 32  # minimum of `--part=steps`: a quarter must be a valid row length
+_LENGTH_MULTIPLE = 4 * 32  # a quarter of `--length` must be a multiple of 32 columns
 
 
 def define_rebatching_flags() -> None:
@@ -56,7 +56,7 @@ def define_rebatching_flags() -> None:
     flags.DEFINE_string("trace", None, "load: file of lengths, e.g. ShareGPT's.")
     flags.DEFINE_string("trace_format", "lengths", "Format of --trace.")
     flags.DEFINE_integer("batch", 4, "steps: rows of the ring.", lower_bound=1)
-    flags.DEFINE_integer("length", 512, "steps: columns of the ring.", lower_bound=_LEAST_LENGTH)
+    flags.DEFINE_integer("length", 512, "steps: columns of the ring.", lower_bound=_LENGTH_MULTIPLE)
     help = "Longest context. Default: that of the load; 2048 for a trace, whose longer queries are left out."
     flags.DEFINE_integer("max_context_tokens", None, help, lower_bound=2)
     flags.DEFINE_integer(
@@ -126,8 +126,8 @@ def config(max_batch: int, kv_bytes: int, max_context_tokens: int) -> Rebatching
 def steps_config(token_bytes: int) -> RebatchingConfig:
     """Return the configuration of `--part=steps`: rings of `--length`, a half and a quarter of it."""
     length = FLAGS.length
-    if length % _LEAST_LENGTH:
-        raise ConfigError("--length", length, f"a multiple of {_LEAST_LENGTH}")
+    if length % _LENGTH_MULTIPLE:
+        raise ConfigError("--length", length, f"a multiple of {_LENGTH_MULTIPLE}")
     shape = RingShape(FLAGS.batch, length)
     least = (shape.batch + 1) * shape.length * token_bytes
     given = least if FLAGS.kv_bytes is None else num_bytes("--kv_bytes", FLAGS.kv_bytes)

@@ -1,8 +1,7 @@
 """Loads of padded batches: arrivals and lengths of queries.
 
 Owns: the two sets of queries of the Baton paper, Poisson arrivals with recorded lengths, the digest that
-shows
-that several systems served the same load, and the ids of prompts.
+shows that several systems served the same load, and the ids of prompts.
 Does not know: what serves a load, or how long that takes.
 
 The paper gives lengths in words; a word counts as 1.33 tokens here.

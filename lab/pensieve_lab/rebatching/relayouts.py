@@ -27,7 +27,7 @@ UNITS = {
     "relayouts": "changes of the ring's shape, each kind timed alone after the run: count, seconds of one "
     "(median of some), and seconds of all as a share of the run; a new ring is empty",
 }
-_MOST_TIMED = 3  # changes timed per kind
+_MAX_TIMED = 3  # changes timed per kind
 type _Kind = tuple[RingShape | None, RingShape]
 
 
@@ -65,7 +65,7 @@ def _timed(runner: DeviceRunner, kind: _Kind, launches: Sequence[Resize]) -> dic
     """Time some changes of one kind; an untimed first launch takes the one-off costs."""
     old, new = kind
     seconds = []
-    for launch in itertools.chain(launches[:1], launches[:_MOST_TIMED]):
+    for launch in itertools.chain(launches[:1], launches[:_MAX_TIMED]):
         if old is None:
             runner.reset(())
         else:

@@ -145,8 +145,7 @@ class ThreadedClient:
     """Users in their own thread, who never wait for the server, for open loops.
 
     The thread sleeps until a turn is due or an answer arrives. Both directions use queues, so the threads
-    share
-    nothing but the interpreter lock.
+    share nothing but the interpreter lock.
     """
 
     def __init__(self, users: Client, prompts: Prompts, clock: RunClock) -> None:

@@ -37,8 +37,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Draw a panel per figure and a curve per system and kind of arrivals; bars span the seeds.
 
     A point is hollow if unanswered requests make its value a lower bound. Raises ConfigError for rows that
-    have
-    no rate or cannot be told apart, and if the file cannot be written.
+    have no rate or cannot be told apart, and if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

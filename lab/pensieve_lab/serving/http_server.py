@@ -4,9 +4,8 @@ Owns: starting the server with the flags of the run, the clients' event loop, an
 Does not know: users or figures.
 
 A turn is a streamed completion of token ids that continues its predecessor's id, so only the transport
-differs
-from a turn of the in-process engine. Histories from before the run are computed in the order of their last
-answers. They are as old as their computation, because the server uses the wall clock.
+differs from a turn of the in-process engine. Histories from before the run are computed in the order of their
+last answers. They are as old as their computation, because the server uses the wall clock.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def _top_ms(curves: Mapping[str, Sequence[Point]], view: View) -> float:
     """Return the upper end of the axis.
 
     Over the knee latencies grow with the length of the run, so only where they begin to grow matters. The
-    axis
-    shows ten times the lowest latency, at least the lowest of every curve, and no more than the data.
+    axis shows ten times the lowest latency, at least the lowest of every curve, and no more than the data.
     """
     if view.top_s is not None:
         return 1e3 * view.top_s

@@ -6,8 +6,7 @@ Does not know: how a run continues, or how a trace is read (`steps.device_trace`
 
 A trace gives each kernel the number of its executable. A step begins with the executable that embeds its
 tokens, which differs between buckets, and ends with the last, the sampler. The executable of the layers may
-run
-several times in between.
+run several times in between.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The requests of a load point, one row each, from which its latencies and rates can be recomputed.
+"""Table of a load point's requests, from which its latencies and rates can be recomputed.
 
 Owns: the columns, and their compressed form inside a JSON document.
-Does not know: figures.
+Does not know: latencies or rates.
 
-The array is part of the document, not a separate file: load points are appended to one file, split and
-merged,
-and a companion file would get lost.
+The table is stored inside the document and not in a file of its own. Load points are appended, split and
+merged between documents, and a second file would get lost.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ COLUMNS = (
     *("history_tokens", "prompt_tokens", "output_tokens"),
     *("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens", "prefilled_tokens", "wasted_tokens"),
 )
-"""Columns, one array each. There is a row for every answer of the run and every unanswered request of its
-window.
-Conversations are numbered by their first row. Times are whole microseconds of the run, rounded down, so that
-a request stays on its side of the window's edges. An unanswered request has the times -1, the output tokens
-that it asked for, and 0 in the columns after them."""
+"""Columns, one array each. Every answer of the run has a row, and so has every request that arrived in the
+measured window and was not answered. Conversations are numbered in the order of their first rows. Times are
+whole microseconds since the start of the run, rounded down, so that a request stays on its side of the
+window's edges. An unanswered request has -1 for its last two times, the number of output tokens that it asked
+for, and 0 in the columns after that."""
 LAGS = ("lag_due_us", "lag_us")
-"""When each turn was due, and how much later its user handed it over, as two arrays."""
+"""Two arrays: when each turn was due, and how much later the client sent it."""
 END = "run_end_us"
 UNITS = {
-    "requests": "a compressed .npz in base64 with its SHA-256; see serving/request_table.py",
+    "requests": "compressed .npz in base64, and its SHA-256; see serving/request_table.py",
     "max_client_lag_s": "the point is void if the 99th percentile of client_lag_s is above it; null: never",
 }
 
 
 def request_table(run: Run) -> dict[str, str]:
-    """Return the requests of a run in a document's form."""
+    """Return the table of a run's requests as fields of a JSON document."""
     numbers: dict[str, int] = {}
     rows = [_answered(answer, numbers) for answer in run.answers]
     rows += [_unanswered(turn, numbers) for turn in run.unfinished]
@@ -55,7 +54,7 @@ def request_table(run: Run) -> dict[str, str]:
 
 
 def packed(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Return arrays in a document's form."""
+    """Return arrays as fields of a JSON document."""
     file = io.BytesIO()
     np.savez_compressed(file, **arrays)
     content = file.getvalue()

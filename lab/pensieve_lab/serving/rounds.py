@@ -4,8 +4,7 @@ Owns: the order of turns, and their times. Does not know: tiers or policies; the
 
 Turns come in rounds: all first turns, then all second turns, each round in its own order, with a fixed number
 of turns in the engine. So a conversation returns after about all others have had a turn. That is the think
-time
-that evicts it from memory that is too small for all.
+time that evicts it from memory that is too small for all.
 """
 
 from __future__ import annotations

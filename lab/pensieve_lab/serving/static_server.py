@@ -5,10 +5,8 @@ Does not know: users or figures.
 
 It is the baseline of the Baton paper ("Benchmark"): waiting turns become a batch when the previous batch has
 ended, and a batch runs to its last token. As in section 5.1 of the paper, an answer counts as complete when
-its
-own tokens are there, as a streamer reports; its row then idles. `generate` runs in its own thread. Written
-for
-transformers 5.17, whose model configuration would supply an end of sequence if none was given.
+its own tokens are there, as a streamer reports; its row then idles. `generate` runs in its own thread.
+Written for transformers 5.17, whose model configuration would supply an end of sequence if none was given.
 """
 
 from __future__ import annotations

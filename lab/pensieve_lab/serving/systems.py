@@ -40,8 +40,7 @@ def open_systems(model: ModelConfig, names: Set[str]) -> Mapping[str, System]:
     """Open systems; several must all be of this engine, and share model and pages.
 
     They serve one at a time: starting one closes the engine of the others. Raises ConfigError, PensieveError
-    or
-    ModelError.
+    or ModelError.
     """
     if len(names) == 1:
         return {name: open_system(name, model) for name in names}

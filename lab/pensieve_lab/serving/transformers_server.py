@@ -136,8 +136,7 @@ class TransformersSystem:
           dtype: "float32", "bfloat16" or "float16".
           config: `cache` and `scheduler` set its memory and batch size.
           attention: attention implementation, e.g. "flash_attention_2", or "paged|sdpa". Transformers
-          replaces
-            plain "sdpa" by flash attention if it finds it, or believes that it can download it.
+            replaces plain "sdpa" by flash attention if it finds it, or believes that it can download it.
         """
         self.label = "transformers"
         self._torch = import_peer(self.label, "torch")

@@ -13,8 +13,8 @@ from pensieve_lab.workload import Session
 
 _GPU_BYTES = 40_000_000_000  # for the KV cache, as in the paper; the upper limit
 _GPU_SHARE = 1 / 8  # of the KV cache of all conversations
-_LEAST_CONTEXTS = 1.25  # of the longest context, which a sampled part may not contain
-_LEAST_PAGES = 2  # the minimum of any engine
+_MIN_CONTEXTS = 1.25  # of the longest context, which a sampled part may not contain
+_MIN_PAGES = 2  # the minimum of any engine
 _HOST_TIMES_GPU = (1, 2, 4)
 
 
@@ -49,8 +49,8 @@ def device_bytes(
     longest context. A context occupies whole pages of `page_tokens`, so a short one needs more than its
     share.
     """
-    num_pages = max(-(-max_context_tokens // page_tokens), _LEAST_PAGES)
-    least = max(_LEAST_CONTEXTS * max_context_tokens, num_pages * page_tokens)
+    num_pages = max(-(-max_context_tokens // page_tokens), _MIN_PAGES)
+    least = max(_MIN_CONTEXTS * max_context_tokens, num_pages * page_tokens)
     enough = _GPU_SHARE * state_tokens(sessions)
     return _rounded(max(least * token_bytes, min(enough * token_bytes, _GPU_BYTES)))
 

@@ -5,8 +5,7 @@ Does not know: the server, except for its mean latency.
 
 If the slowest system keeps up with a load, all systems can be compared on it. Beyond that load, latencies
 only measure the length of the trace. A trace with arrivals is thinned, as a router with session affinity
-would
-do. A trace without them gets Poisson arrivals at the highest rate that is in time.
+would do. A trace without them gets Poisson arrivals at the highest rate that is in time.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Owns: the coefficients, their meaning and origin, and the measurements that they
 Does not know: how they make up the time of a step (`step_time`) or of a copy (`transfers`).
 
 A profile belongs to one model on one device. `source` says whether its coefficients were fitted to
-measurements,
-which the file then names together with what was taken from them, or derived from published hardware figures.
+measurements, which the file then names together with what was taken from them, or derived from published
+hardware figures.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class StepCosts:
       products.
       hot_s: time constant of this heating, and of cooling without products (63% after `hot_s`).
       overlap: p of the smooth maximum (a**p + b**p)**(1/p) of reading weights and arithmetic. The two
-      overlap,
-        but not fully if they take about as long.
+        overlap, but not fully if they take about as long.
       kv_read_s: time to read the KV cache of one token.
       pair_s: time of attention arithmetic per query-key pair.
       span_s: time per token of the longest context: the serial part of attention, visible with few rows.

@@ -1,8 +1,7 @@
 """One serving engine under virtual time: the real scheduler and cache with a simulated device.
 
 Owns: the substitutes for ids, histories and a device around the engine's own loop (`engine.loop`), so that
-the
-same turns lead to the same decisions; and decode runs, which skip the scheduler.
+the same turns lead to the same decisions; and decode runs, which skip the scheduler.
 Does not know: clients, other replicas, or what turns are for.
 """
 

@@ -2,14 +2,13 @@
 
 Owns: a model of the engine at the level of turns:
   prompts    in order of arrival; each step takes as many of their tokens as it has room for beside the
-  decodes;
+             decodes;
   decodes    a token per step; a step takes the time that `StepTime` gives for its tokens and contexts;
   memory     contexts of running turns are on the device, and a turn that does not fit waits; idle
-  conversations
-             use the rest of both tiers, and the least recently used ones are evicted, from their beginning.
+             conversations use the rest of both tiers, and the least recently used ones are evicted, from
+             their beginning.
 It leaves out pages, suspensions, orders other than LRU, prefetching, and the time of copies, except that a
-first
-token waits for its own. The page about balance says how close it comes to `Replica`.
+first token waits for its own. The page about balance says how close it comes to `Replica`.
 Does not know: routing.
 """
 

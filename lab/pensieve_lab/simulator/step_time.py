@@ -5,8 +5,7 @@ layer, so they add up:
   dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
              maximum); arithmetic takes longer on a device that is hot from it;
   attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
-  rows
-             together take at least the serial time of the longest context;
+             rows together take at least the serial time of the longest context;
   the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
 Does not know: requests, pages, or what precedes and follows a step.
 """
@@ -94,8 +93,7 @@ class StepTime:
         """Return the time on the device; raises IndexError if the load exceeds the largest bucket.
 
         `heat` is 0 for a rested device and 1 for one that runs such steps continuously. None assumes many
-        such
-        steps in a row.
+        such steps in a row.
         """
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:

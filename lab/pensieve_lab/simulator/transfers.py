@@ -5,10 +5,9 @@ Does not know: pages, slots, or why a chunk moves.
 
 The rules: a copy waits for the computation dispatched before it, so it runs beside the next step. In each
 direction copies run one after the other in order. A copy to the device is reported complete when the step
-beside
-which it started has been dispatched; the step after that waits for the rest of it. A copy to the host is
-reported when it has ended. Copies to the device have priority: while one is in flight, copies to the host are
-held back, for some steps at most and until others need their staging room.
+beside which it started has been dispatched; the step after that waits for the rest of it. A copy to the host
+is reported when it has ended. Copies to the device have priority: while one is in flight, copies to the host
+are held back, for some steps at most and until others need their staging room.
 """
 
 from __future__ import annotations

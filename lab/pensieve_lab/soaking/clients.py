@@ -4,8 +4,7 @@ Owns: what a client does from its first request to its last, and what is counted
 Does not know: the server's process, or what is sampled of it.
 
 A client that ends a conversation deletes what it created and knows the id of. If it disconnected before it
-got
-an id, the object stays in the history, as with any server.
+got an id, the object stays in the history, as with any server.
 """
 
 from __future__ import annotations

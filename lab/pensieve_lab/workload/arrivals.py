@@ -1,8 +1,7 @@
 """Sessions: when each conversation starts, and how long its user thinks before each turn.
 
 Owns: `Session`, Poisson and recorded arrivals, recorded arrivals rescaled to a rate, and starting
-conversations
-in mid-life.
+conversations in mid-life.
 Does not know: engines or clocks. The driver of a session sends turn k+1 `think_s[k]` seconds after the end of
 the answer of turn k.
 """
@@ -29,8 +28,7 @@ class Session:
       conversation: all turns, those before `first_turn` included. Its id is unique among the sessions.
       arrival_s: when turn `first_turn` is sent, in seconds since the start of the run.
       think_s: `len(conversation.turns) - 1` values; think_s[k] is the time between the end of answer k and
-      the
-        arrival of turn k + 1.
+        the arrival of turn k + 1.
       first_turn: index of the first turn that is sent. Above 0 the session starts in mid-life: the turns
         before it were served before the run, and their `num_history_tokens` tokens may be in the cache,
         idle since `last_active_s`.

@@ -4,8 +4,7 @@ Owns: lengths distributed like Europarl's, and readers of users' own files.
 Does not know: words, models, or when requests arrive.
 
 The thesis samples WMT-15's Europarl, German and English, and trees of Stanford's TreeBank (section 2.7.1).
-For
-the former it gives a mean of 24 words, a maximum of 330, and 99% below 100 (section 2.7.3).
+For the former it gives a mean of 24 words, a maximum of 330, and 99% below 100 (section 2.7.3).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MU, _SIGMA = 2.914, 0.727  # of the logarithm; they give a mean of 23.9 and 99.
 _PAIR_MU, _PAIR_SIGMA = -0.053, 0.258  # log of the German/English word ratio, in 10,000 pairs of WMT
 
 # From the 8,544 trees of the TreeBank's training part.
-_LEAVES_MEAN, _LEAVES_SPREAD, _MOST_LEAVES, _SHARE_OF_ONE = 19.0, 9.6, 52, 0.55
+_LEAVES_MEAN, _LEAVES_SPREAD, _MAX_LEAVES, _SHARE_OF_ONE = 19.0, 9.6, 52, 0.55
 
 # A label is a number followed by a space. Words may be numbers, too, and contain non-breaking spaces.
 _LABEL = re.compile(r"\(\d+[ \t]")
@@ -96,7 +95,7 @@ def treebank_like(num: int, *, seed: int) -> list[TreeShape]:
     check_count("num", num, at_least=1)
     check_count("seed", seed, at_least=0)
     rng = np.random.default_rng(seed)
-    sizes = np.clip(np.rint(rng.normal(_LEAVES_MEAN, _LEAVES_SPREAD, num)), 2, _MOST_LEAVES).astype(int)
+    sizes = np.clip(np.rint(rng.normal(_LEAVES_MEAN, _LEAVES_SPREAD, num)), 2, _MAX_LEAVES).astype(int)
     return [_drawn_tree(rng, size) for size in sizes.tolist()]
 
 
@@ -124,8 +123,7 @@ def read_pairs(path: Path) -> SentencePairs:
     """Read lengths from a CSV of two columns of word counts, as in the OpenNMT sample.
 
     A first line of names is skipped. If the names hold "en" and then "de", the columns are English and
-    German,
-    and German is the source; otherwise they are source and target. A length of 0 counts as 1.
+    German, and German is the source; otherwise they are source and target. A length of 0 counts as 1.
 
     Raises:
       TraceError: a row is not two counts.

@@ -1,7 +1,7 @@
-"""Think times of users, between an answer and their next turn.
+"""Think times of users: from the end of an answer to the user's next turn.
 
-Owns: the distributions of think times, and how recorded ones are used.
-Does not know: arrivals, or how long answers take: a think time starts when the answer has ended.
+Owns: the distributions of think times, and the use of recorded ones.
+Does not know: arrivals, or how long answers take.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pensieve_lab.workload.trace import ConversationTrace
 
 
 class ThinkTime(Protocol):
-    """Distribution of a conversation's think times, which uses only the generator that it is given."""
+    """Distribution of a conversation's think times. Its only source of randomness is the `rng` of `draw`."""
 
     def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
-        """Draw the seconds before each turn but the first: `len(conversation.turns) - 1` values, 0 or
-        more."""
+        """Draw the seconds before every turn except the first: `len(conversation.turns) - 1` values >= 0."""
         ...
 
 
@@ -32,7 +31,7 @@ class ExponentialThink:
     mean_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Raise WorkloadError for a negative mean; 0 is a user who replies at once."""
+        """Raise WorkloadError for a negative mean; with a mean of 0, users reply at once."""
         check_time("mean_s", self.mean_s)
 
     def draw(self, conversation: ConversationTrace, rng: np.random.Generator) -> tuple[float, ...]:
@@ -41,17 +40,17 @@ class ExponentialThink:
 
 @dataclass(frozen=True, slots=True)
 class LognormalThink:
-    """Independent lognormal think times: exp(N(mu, sigma)) seconds, with median exp(mu).
+    """Independent lognormal think times: exp(N(mu, sigma**2)) seconds, with median exp(mu).
 
-    The gaps of real chats are near mu=5.21, sigma=1.75 (BurstGPT), with a far heavier tail than an
-    exponential.
+    The gaps in BurstGPT's real chats are near mu=5.21, sigma=1.75. Their tail is far heavier than that of an
+    exponential distribution.
     """
 
     mu: float
     sigma: float
 
     def __post_init__(self) -> None:
-        """Raise WorkloadError for a sigma that is not above 0 or a mu that is not a number."""
+        """Raise WorkloadError unless sigma is positive and mu is a finite number."""
         if not is_number(self.mu):
             raise WorkloadError("mu", self.mu, "a finite number: the logarithm of the median in seconds")
         check_positive("sigma", self.sigma)
@@ -64,12 +63,11 @@ class LognormalThink:
 class RecordedThink:
     """Recorded think times: `think_s` of the turn, else its `gap_s`, else drawn from `otherwise`.
 
-    A gap is used unchanged. It runs from arrival to arrival, so it includes the recorded service's answer,
-    whose
-    duration is unknown. Sessions replayed by gaps therefore think too long by one answer.
+    A gap runs from one arrival to the next, so it includes the recorded service's answer. The duration of
+    that answer is unknown, so the gap is used unchanged, as a think time that is too long by one answer.
 
     Attributes:
-      otherwise: distribution for turns without either; None makes such a turn an error.
+      otherwise: distribution for turns that have neither; with None, such a turn is an error.
     """
 
     otherwise: ThinkTime | None = None

@@ -21,7 +21,13 @@ from pensieve_lab.chat_training.grammar import CLAUSE_PATTERNS, QUESTION_PATTERN
 from pensieve_lab.chat_training.kinds import KINDS
 from pensieve_lab.chat_training.questions import Fact, answer, gives_a_fact
 from pensieve_lab.chat_training.recall import Role, recall_conversation
-from pensieve_lab.chat_training.recall_cases import Sort, holds, percent_by_kind, recall_case, recall_cases
+from pensieve_lab.chat_training.recall_cases import (
+    QuestionKind,
+    holds,
+    percent_by_kind,
+    recall_case,
+    recall_cases,
+)
 from pensieve_lab.chat_training.small_talk import (
     FILLERS,
     closing,
@@ -181,19 +187,19 @@ def test_a_test_case_asks_for_a_held_out_fact_told_first(talks, wordings):
 def test_a_case_of_two_holds_both_and_a_corrected_one_only_what_holds_by_now(talks, wordings):
     rng = random.Random(3)
     for _ in range(100):
-        two = recall_case(rng, talks, (3, 6), wordings, Sort.TWO)
+        two = recall_case(rng, talks, (3, 6), wordings, QuestionKind.TWO)
         first, second = two.values
         assert holds(two.history.exchanges[0].user, first) and holds(two.history.exchanges[0].user, second)
         assert two.is_right(f"{first} and {second}.") and not two.is_right(f"{first}.")
-        for sort, corrected_in in ((Sort.CORRECTED_AT_ONCE, 1), (Sort.CORRECTED_LATER, 2)):
-            case = recall_case(rng, talks, (3, 6), wordings, sort)
+        for kind, corrected_in in ((QuestionKind.CORRECTED_AT_ONCE, 1), (QuestionKind.CORRECTED_LATER, 2)):
+            case = recall_case(rng, talks, (3, 6), wordings, kind)
             [new], [old] = case.values, case.outdated
             assert all(is_held_out(value) or is_closed(value) for value in (new, old))
             assert holds(case.history.exchanges[0].user, old)
             assert holds(case.history.exchanges[corrected_in].user, new)
             assert case.is_right(f"It is {new}.") and not case.is_right(f"It is {new}, or {old}.")
             assert not case.is_right(f"It is {old}.")
-            assert case.kind == sort.value
+            assert case.kind == kind.value
 
 
 def test_a_fifth_of_all_values_is_held_out_but_no_weekday_or_small_number_of_people():
@@ -209,10 +215,10 @@ def test_a_fifth_of_all_values_is_held_out_but_no_weekday_or_small_number_of_peo
     assert 0.18 < sum(map(is_held_out, values)) / len(values) < 0.22
 
 
-def test_half_of_the_cases_ask_for_one_fact_and_the_others_are_of_every_sort(talks):
+def test_half_of_the_cases_ask_for_one_fact_and_the_others_are_of_every_kind(talks):
     kinds = [case.kind for case in recall_cases(60, talks, 0)]
-    for sort in Sort:
-        assert kinds.count(sort.value) == (0 if sort is Sort.ONE else 10)
+    for kind in QuestionKind:
+        assert kinds.count(kind.value) == (0 if kind is QuestionKind.ONE else 10)
     assert percent_by_kind(recall_cases(2, talks, 0), ["", ""]) == {
         kind: (0.0, 1) for kind in sorted(kinds[:2])
     }

@@ -20,7 +20,7 @@ from pensieve_lab.chat_training.examples import ConversationEncoder
 from pensieve_lab.chat_training.export import export_model
 from pensieve_lab.chat_training.feed import Feed
 from pensieve_lab.chat_training.loop import Schedule, TrainingDivergedError, train
-from pensieve_lab.chat_training.recall_cases import Sort, recall_case
+from pensieve_lab.chat_training.recall_cases import QuestionKind, recall_case
 from pensieve_lab.chat_training.step import TrainState, greedy_tokens, train_step
 from pensieve_lab.chat_training.tokenizer import FILES
 from pensieve_lab.chat_training.wordings import Wordings
@@ -124,8 +124,8 @@ def test_the_measurements_see_what_they_should(network, parameters, tokenizer, t
     cases = {
         "known": [recall_case(random.Random(3), talks, (3, 3), Wordings.NEW_SENTENCES)],
         "new": [
-            recall_case(random.Random(3), talks, (1, 1), Wordings.NEW_CONSTRUCTIONS, sort)
-            for sort in (Sort.TWO, Sort.TWO, Sort.CORRECTED_LATER)
+            recall_case(random.Random(3), talks, (1, 1), Wordings.NEW_CONSTRUCTIONS, kind)
+            for kind in (QuestionKind.TWO, QuestionKind.TWO, QuestionKind.CORRECTED_LATER)
         ],
     }
     figures = Evaluation(network, tokenizer, talks, cases, num_rows=4, row_len=448)(parameters)

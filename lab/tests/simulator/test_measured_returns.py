@@ -1,8 +1,7 @@
 """Whole returns of a conversation, as measured in `lab/results/h200_swaps_before_groups.json`.
 
 The measurement used one group of layers and the Triton kernel for prompts, like the profile's single steps,
-and
-the engine's thread launched the kernels.
+and the engine's thread launched the kernels.
 
 The profile was fitted to single steps and copies. The effects of scheduling, copies and look-ahead were not
 fitted.

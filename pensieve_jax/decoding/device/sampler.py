@@ -1,8 +1,8 @@
 """Sampling on the device: from logits to token ids.
 
 Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and the set of ids
-that a choice by rounded logits may be. A row's id depends only on (seed, absolute position, logits): not on
-the row's place in the batch, the batch, padding, or how the vocabulary is sharded. There are two reasons.
+that are possible choices under rounding. A row's id depends only on (seed, absolute position, logits). It
+does not depend on the batch, the row's index in it, padding, or sharding of the vocabulary, for two reasons.
 The noise is a counter-based hash of (seed, position, token id), implemented here because the bits of
 `jax.random` depend on global flags. The top-k and top-p cuts are found by integer sums, which do not depend
 on the order of additions.
@@ -24,11 +24,11 @@ from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 _WORD = np.uint32
-_MOST_OFF = 60.0  # float32 can represent e**60 and e**-60
+_MAX_SCORE_ERROR = 60.0  # float32 can represent e**60 and e**-60
 
 
 class VocabularyPart(NamedTuple):
-    """The ids of one device: those from `first_id` on, if the vocabulary is split over `axis`."""
+    """The ids of one device: from `first_id` on, if the vocabulary is split over the mesh axis `axis`."""
 
     first_id: int | jax.Array = 0
     axis: str | None = None
@@ -38,7 +38,7 @@ WHOLE = VocabularyPart()
 
 
 class Samples(NamedTuple):
-    """The chosen ids; the top fields are zeros if the mode does not compute them."""
+    """The chosen ids; `top_ids` and `top_logprobs` are zeros if the mode does not compute them."""
 
     token_ids: jax.Array  # i32[S]
     logprobs: jax.Array  # f32[S]: of the chosen ids, without temperature, cuts or bans
@@ -53,7 +53,7 @@ def all_modes() -> tuple[SamplerMode, ...]:
 
 
 def mode_for(draws: bool, truncates: bool, top_logprobs: bool) -> SamplerMode:
-    """Return the member of `all_modes` that serves these needs; cuts do not matter if every row is greedy."""
+    """Return the member of `all_modes` for these needs; if every row is greedy, cuts do not matter."""
     return SamplerMode(draws, draws and truncates, top_logprobs)
 
 
@@ -103,9 +103,9 @@ def decision_scores(
 ) -> jax.Array:
     """Return scores f32[S, V]; each row's id is the first maximum. Arguments are those of `sample`.
 
-    The scores of a greedy row are its logits. Those of a random row are its logits, shifted to a maximum of
-    0, over the temperature, plus noise. Banned and cut ids have -inf. The scores of a `part` of the
-    vocabulary are the same as those in the whole; cuts need whole rows.
+    The scores of a greedy row are its logits. The scores of a random row are its logits, shifted to a maximum
+    of 0 and divided by the temperature, plus noise. Banned and cut ids have -inf. With a `part` of the
+    vocabulary, its ids get the same scores as with the whole one; cuts need whole rows.
     """
     allowed = _allowed(logits, rows, part)
     if not mode.draws:
@@ -120,13 +120,13 @@ def decision_scores(
 def possible_choices(
     logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, margin: jax.Array
 ) -> jax.Array:
-    """Return bool[S, V]: ids that a row may choose if the difference of any two logits is off by `margin`.
+    """Return bool[S, V]: ids that a row may choose if differences of logits are off by up to `margin`.
 
-    For callers whose logits are rounded differently from those of the choice. An id may be chosen if it may
-    survive the cuts, and no id that survives them for certain is better by more than the margin. One of the
-    ids around the last certain survivor survives as well. Masses are then off by a factor of
-    e**(margin / temperature) relative to each other, and so are the odds of being cut by top-p. Masses of
-    less than half a unit, which are rounded to none or to one, may be off by more.
+    For callers whose logits are rounded differently from those that the choice used. An id is possible if it
+    may survive the cuts, and if no certain survivor is better by more than the margin. Of the ids within the
+    margin of the last certain survivor, at least one survives as well. Relative to each other, masses are off
+    by up to a factor of e**(margin / temperature), and so are the odds p / (1 - p) at which top-p cuts.
+    Masses are whole units, so the smallest ones may be off by more.
 
     Args:
       logits: finite, or -inf; otherwise as in `sample`.
@@ -146,8 +146,8 @@ def possible_choices(
     least, last_sure = _outermost_cuts(scores, rows, off)
     may_stay &= ~(scores < least)
     reached = jnp.where(~(scores < last_sure + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
-    # The best of the ids around the last one stays, since only the ids ahead of all of them come before it.
-    # It is not known which of them is best, so use the worst one's score.
+    # Of the ids within the margin of the last certain survivor, the one with the highest true score survives.
+    # Rounding hides which one that is, so use the lowest noised score among them.
     is_around = jnp.abs(scores - last_sure) <= off
     worst_around = jnp.where(is_around, noised, jnp.inf).min(axis=-1, keepdims=True)
     reached = jnp.maximum(reached, jnp.where(worst_around < jnp.inf, worst_around, -jnp.inf))
@@ -157,26 +157,26 @@ def possible_choices(
 def _outermost_cuts(
     scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the outermost possible cuts if scores are off by `off`, f32[S, 1] each; NaN if nothing is cut.
+    """Return the loosest and the tightest cut if scores are off by up to `off`; NaN if nothing is cut.
 
     Returns:
-      The least score that may stay (which may itself be off), and the score of the last id that stays for any
-      error of the masses.
+      Two f32[S, 1]: the lowest score that may be kept, less its own error; and the score of the last id that
+      is kept whatever the errors.
     """
     top_k, top_p = _cuts(rows)
     by_count = _least_kept(scores, top_k, jnp.ones_like(top_p), "xla")
-    # Top-p applies to what top-k leaves. Top-k also leaves ties with its last id, and rounding makes and
-    # breaks ties: at most all ids that may tie are left, at least none of them.
+    # Top-p applies to what top-k leaves. Top-k also leaves the ties of its last id, and rounding makes and
+    # breaks ties. So top-k leaves at most all ids that may tie with the last, and at least none of them.
     most, fewest = ~(scores < by_count - off), ~(scores < by_count)
     has_ties = (top_k[:, None] > 0) & (fewest.sum(axis=-1, keepdims=True) > top_k[:, None])
     fewest &= ~(has_ties & (scores == by_count))
-    odds = jnp.exp(jnp.minimum(off[:, 0], _MOST_OFF))
-    uncounted = jnp.zeros_like(top_k)
+    odds = jnp.exp(jnp.minimum(off[:, 0], _MAX_SCORE_ERROR))
+    no_top_k = jnp.zeros_like(top_k)
     loose, tight = (
         _least_kept(
-            jnp.where(left, scores, -jnp.inf), uncounted, top_p / (top_p + (1 - top_p) * against), "xla"
+            jnp.where(left, scores, -jnp.inf), no_top_k, top_p / (top_p + (1 - top_p) * factor), "xla"
         )
-        for left, against in ((most, 1 / odds), (fewest, odds))
+        for left, factor in ((most, 1 / odds), (fewest, odds))
     )
     return jnp.fmax(loose, by_count) - off, jnp.fmax(tight, by_count)
 
@@ -196,7 +196,7 @@ def _divisors(rows: SamplingRows[jax.Array]) -> jax.Array:
 
 
 def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
-    """Return logits over temperatures, shifted so that the best is 0."""
+    """Return logits divided by temperatures, shifted so that a row's maximum is 0."""
     # Subtract the maximum first, so that a tiny temperature gives 0 and -inf, never inf - inf.
     best = allowed.max(axis=-1, keepdims=True)
     if part.axis is not None:
@@ -207,28 +207,28 @@ def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyP
 def _with_noise(
     scores: jax.Array, allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart
 ) -> jax.Array:
-    """Return the scores whose first maximum is the row's id; for a greedy row, `allowed`."""
+    """Return scores plus noise for random rows, and `allowed` for greedy rows; the first maximum wins."""
     noise = _gumbel(rows.seed, rows.sample_positions, scores.shape[1], part.first_id)
     return jnp.where(rows.temperature[:, None] > 0, scores + noise, allowed)
 
 
 def _cuts(rows: SamplingRows[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return top_k and top_p, switched off for greedy rows; a row without cuts costs almost nothing."""
+    """Return top_k and top_p, disabled for greedy rows, because a row without cuts costs almost nothing."""
     draws = rows.temperature > 0
     return jnp.where(draws, rows.top_k, 0), jnp.where(draws, rows.top_p, 1.0)
 
 
 def _truncate(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
     """Return `scores` f32[S, V] (at most 0, the best 0) with -inf for every id that top-k or top-p cuts."""
-    # Materialize the scores: if XLA recomputed them to compare, division might round differently there.
+    # Materialize the scores: if XLA recomputed them for the comparison, the division might round differently.
     scores = lax.optimization_barrier(scores)
-    # Compare scores and not keys, which the in-place search of the keys would have to copy first. If nothing
-    # is cut, the least kept score is NaN, and nothing is below it.
+    # Compare scores and not keys: the search changes the keys in place, so XLA would need a copy of them.
+    # If nothing is cut, the least kept score is NaN, and no score is below NaN.
     return jnp.where(scores < _least_kept(scores, top_k, top_p, backend), -jnp.inf, scores)
 
 
 def _least_kept(scores: jax.Array, top_k: jax.Array, top_p: jax.Array, backend: str) -> jax.Array:
-    """Return f32[S, 1], the least score that neither top-k nor top-p cuts; NaN if nothing is cut."""
+    """Return the lowest score that both top-k and top-p keep, f32[S, 1]; NaN if nothing is cut."""
     masses = jnp.round(jnp.exp(scores) * 2.0**MASS_BITS).astype(jnp.uint32)
     return _scores_of(_find_cutoffs(_ordered_keys(scores), masses, top_k, top_p, backend))[:, None]
 
@@ -246,7 +246,7 @@ def _find_cutoffs(
 
 
 def _ordered_keys(scores: jax.Array) -> jax.Array:
-    """Return u32[S, V] that compare as the floats do."""
+    """Return u32[S, V] keys in the same order as the scores."""
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0.0 is 0.0
     is_negative = bits >> _WORD(31) == 1
     return jnp.where(is_negative, ~bits, bits | _WORD(1 << 31))
@@ -274,10 +274,10 @@ def _gumbel(
 
 
 def _threefry2x32(key: tuple[jax.Array, jax.Array], counter: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the two words of Threefry-2x32-20 for the 64-bit `counter` with a high word of 0.
+    """Return the two words of Threefry-2x32-20 for a 64-bit counter: 0 and `counter`.
 
-    They are bit for bit what `jax.random` computes for a `threefry2x32` key: `fold_in` with this counter, or,
-    with partitionable bits, the words whose exclusive or is `bits[counter]`.
+    They equal what `jax.random` computes with a `threefry2x32` key, bit for bit: the result of `fold_in` with
+    this counter, or, with partitionable bits, the two words whose XOR is `bits[counter]`.
     """
     keys = (key[0], key[1], key[0] ^ key[1] ^ _WORD(0x1BD11BDA))
     x0 = jnp.broadcast_to(keys[0], counter.shape)

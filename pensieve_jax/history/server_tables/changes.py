@@ -188,8 +188,8 @@ class AppendItems:
 
     Attributes:
       idempotency: key of the request; it is valid within this conversation.
-      name: what a client that repeats the request is told.
-      appended_at_s: the current time: a key that has expired by then is free.
+      name: name from which the items' ids are derived, and which a repeated request gets from the history.
+      appended_at_s: the current time; a key that has expired by then may be used again.
     """
 
     owner: str

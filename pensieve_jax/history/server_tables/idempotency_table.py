@@ -15,14 +15,14 @@ from pensieve_jax.history import codec
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.server_tables.changes import Idempotency
 
-type KnownRow = tuple[str, str, float]  # digest of the body, what the request became, when it expires
+type KnownRow = tuple[str, str, float]  # digest of the body, result id, time of expiry
 
 
 def keep(
     connection: Connection,
     owner: str,
     request: Idempotency,
-    became: str,
+    result_id: str,
     now_s: float,
     conversation_id: str | None = None,
 ) -> None:
@@ -34,7 +34,7 @@ def keep(
     connection.execute(
         "DELETE FROM idempotency WHERE owner = ? AND key = ? AND expires_at_s <= ?", (owner, key, now_s)
     )
-    values = (owner, key, request.body_sha256, became, request.expires_at_s)
+    values = (owner, key, request.body_sha256, result_id, request.expires_at_s)
     connection.execute_changing(
         "INSERT INTO idempotency VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
         values,
@@ -62,9 +62,9 @@ def find(
     return row
 
 
-def forget(connection: Connection, owner: str, became: str) -> None:
+def forget(connection: Connection, owner: str, result_id: str) -> None:
     """Free the key of a response."""
-    connection.execute("DELETE FROM idempotency WHERE owner = ? AND response_id = ?", (owner, became))
+    connection.execute("DELETE FROM idempotency WHERE owner = ? AND response_id = ?", (owner, result_id))
 
 
 def forget_conversation(connection: Connection, owner: str, conversation_id: str) -> None:

@@ -32,7 +32,7 @@ from pensieve_jax.server.logs import log_to, log_uncaught
 
 EXIT_REFUSED: Final = 2
 _READ_BYTES = 1 << 16
-_LOOK_MS = 500
+_POLL_MS = 500
 
 
 def main() -> int:
@@ -81,7 +81,7 @@ def _leave_with_front(front: socket.socket, ready: threading.Event) -> None:
     poll = select.poll()
     poll.register(front, getattr(select, "POLLRDHUP", 0))  # POLLHUP is reported on every system
     while not ready.is_set():
-        if poll.poll(_LOOK_MS) and not ready.is_set():
+        if poll.poll(_POLL_MS) and not ready.is_set():
             os._exit(0)
 
 

@@ -53,7 +53,7 @@ _RAY_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",  # send no usage reports to Ray's developers unless the user enables them
 }
 _LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/replicas.md names
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 _KEYS_S: Final = 10.0
 _WATCH_S: Final = 2.0
 NEEDED: Final = ("gcs_server", "raylet")
@@ -169,7 +169,7 @@ def _drain(seconds: float) -> None:
         serve.delete(APP, _blocking=False)
         until_s = time.monotonic() + FLUSH_S
         while APP in serve.status().applications and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 @contextmanager

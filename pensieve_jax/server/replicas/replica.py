@@ -43,7 +43,7 @@ from pensieve_jax.server.replicas.merging import OF_ALL
 BATCH_S: Final = 0.02
 _START_S: Final = 120.0
 """How long turns wait for an engine that restarts."""
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 
 class Replica:
@@ -135,7 +135,7 @@ class Replica:
         """Wait while the engine restarts, which takes seconds. The request belongs to this replica."""
         until_s = time.monotonic() + _START_S
         while self._engine.state == "starting" and time.monotonic() < until_s:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 class _Batch:

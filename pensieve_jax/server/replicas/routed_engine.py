@@ -40,7 +40,7 @@ from pensieve_jax.server.replicas.stream import RoutedReply, RoutedTurn
 
 _log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0
+POLL_S: Final = 1.0
 _CANCEL_S: Final = 10.0
 _SEED_BITS: Final = 63
 
@@ -184,7 +184,7 @@ class RoutedEngine:
     async def watch(self) -> None:
         """Fetch the reports once a second until this coroutine is cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             try:
                 await self.refresh()
             except PensieveError as error:

@@ -67,7 +67,7 @@ _ENVIRONMENT: Final = {
     }
 }
 _MAX_REQUESTS: Final = 100_000  # practically no limit; the application refuses excess requests itself
-_DRAIN_LOOK_S: Final = 0.2
+_DRAIN_POLL_S: Final = 0.2
 """Interval at which Serve checks whether the requests of a stopping actor have ended. Serve always waits for
 at least one interval, which is two seconds by default."""
 _LOGGING: Final = LoggingConfig(enable_access_log=False)  # the front end logs requests itself
@@ -223,7 +223,7 @@ def application(
         num_replicas=plan.replicas,
         max_ongoing_requests=max_ongoing,
         graceful_shutdown_timeout_s=plan.shutdown_s(settings),
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_SILENCE_S,
         request_router_config=RequestRouterConfig(
@@ -237,7 +237,7 @@ def application(
         num_replicas=1,
         max_ongoing_requests=_MAX_REQUESTS,
         graceful_shutdown_timeout_s=settings.drain_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_SILENCE_S,
         ray_actor_options={"num_cpus": 0, "runtime_env": _ENVIRONMENT},

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 _log = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 SILENCE_S: Final = 15.0
 _NUMBER: Final = re.compile(r"\d+")
 _PATIENCE_S: Final = 5.0
@@ -117,7 +117,7 @@ def monitoring(
 def reporting_start(report: StartReport, read_status: Callable[[], AppStatus | None]) -> Iterator[None]:
     """Report a start from a thread until the block is left, and once more at the end."""
     query = _StatusQuery(read_status)
-    with _status_thread(query, report.update, LOOK_S, patience_s=_PATIENCE_S):
+    with _status_thread(query, report.update, POLL_S, patience_s=_PATIENCE_S):
         yield
     status = query()
     if status is not None:

@@ -238,7 +238,7 @@ def test_a_background_response_is_queued_and_then_completed(store, reader):
     store.apply(QueueResponse(draft=background, job=b"\0job"))
     (queued,) = reader.unfinished_background()
     assert (queued.status, queued.job, queued.turn_id, queued.output_text) == ("queued", b"\0job", None, None)
-    assert queued.background and reader.idempotent("ann", "k", 0.0).became == queued.response_id
+    assert queued.background and reader.idempotent("ann", "k", 0.0).result_id == queued.response_id
     assert store.commit([one], [background]) == {}
     record = reader.response("ann", queued.response_id)
     assert (record.status, record.turn_id, record.job, record.output_text) == (
@@ -445,7 +445,7 @@ def test_requests_are_found_by_key_and_by_body(store, reader):
     store.commit([one], [draft(one, idempotency=key, body_sha256="b", created_at_s=990.0)])
     store.commit([two], [draft(two, body_sha256="b", created_at_s=995.0)])
     known = reader.idempotent("ann", "k", now_s=4999.0)
-    assert (known.body_sha256, known.became) == ("b", f"resp_{one.turn_id}")
+    assert (known.body_sha256, known.result_id) == ("b", f"resp_{one.turn_id}")
     assert reader.idempotent("ann", "k", now_s=5000.0) is None
     assert reader.idempotent("bob", "k", now_s=0.0) is None
     assert reader.by_body("ann", "b", 0.0).turn_id == two.turn_id

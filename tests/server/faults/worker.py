@@ -1,8 +1,7 @@
 """An engine process on the fake runner that dies on schedule: `python worker.py FD`.
 
 The schedule is the next line of the file that `PENSIEVE_FAULTS` names: which process is killed, after how
-many
-bytes in which direction. Without a line it runs on. Integrity is checked after every step.
+many bytes in which direction. Without a line it runs on. Integrity is checked after every step.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def stage(monkeypatch):
     monkeypatch.setattr(local, "serve", serving)
     monkeypatch.setattr(local, "check_reachable", lambda history: None)
     monkeypatch.setattr(local, "application", lambda *_: None)
-    monkeypatch.setattr(local, "_LOOK_S", 0.0)
+    monkeypatch.setattr(local, "_POLL_S", 0.0)
     monkeypatch.setattr(local, "_WATCH_S", 0.001)
     for name in local._RAY_ENVIRONMENT:
         monkeypatch.setenv(name, "")

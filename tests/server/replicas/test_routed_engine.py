@@ -119,7 +119,7 @@ def test_each_delta_of_a_message_keeps_its_own_logprobs():
 
 def test_polling_continues_when_the_replicas_cannot_be_asked(monkeypatch):
     async def test():
-        monkeypatch.setattr(routed_engine, "LOOK_S", 0.001)
+        monkeypatch.setattr(routed_engine, "POLL_S", 0.001)
         replicas = FakeReplicas(1, say("hi"))
         engine = await routed(replicas)
         ask_all, answers = replicas.ask_all, ["away", "none", "there"]

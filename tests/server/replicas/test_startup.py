@@ -96,7 +96,7 @@ def test_serves_message_becomes_one_line(message, words):
 
 
 def test_a_thread_reports_during_the_block_and_the_end_follows_after_it(monkeypatch):
-    monkeypatch.setattr(startup, "LOOK_S", 0.0)
+    monkeypatch.setattr(startup, "POLL_S", 0.0)
     found, _, lines = report(2)
     has_told = threading.Event()
     seen = [None, AppStatus(1, is_front_ready=False)]
@@ -117,7 +117,7 @@ def test_a_thread_reports_during_the_block_and_the_end_follows_after_it(monkeypa
 def test_failed_polls_are_logged_once_and_end_neither_the_reports_nor_the_start(monkeypatch, caplog):
     for name in ("pensieve_jax", "pensieve_jax.server"):  # an earlier test may have redirected these loggers
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    monkeypatch.setattr(startup, "LOOK_S", 0.0)
+    monkeypatch.setattr(startup, "POLL_S", 0.0)
     found, _, lines = report(2)
     has_told = threading.Event()
     num_looks = itertools.count()
@@ -137,7 +137,7 @@ def test_failed_polls_are_logged_once_and_end_neither_the_reports_nor_the_start(
 
 
 def test_a_failed_last_poll_does_not_fail_a_successful_start(monkeypatch):
-    monkeypatch.setattr(startup, "LOOK_S", 60.0)
+    monkeypatch.setattr(startup, "POLL_S", 60.0)
     found, _, lines = report(2)
 
     def look():

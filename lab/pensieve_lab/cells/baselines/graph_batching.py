@@ -28,7 +28,7 @@ from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.tables import WAITING, Tables
 
-_MOST_BATCHES = 2  # per worker: the running batch and the next
+_MAX_BATCHES = 2  # per worker: the running batch and the next
 
 
 class WaitingRequest(NamedTuple):
@@ -99,7 +99,7 @@ class GraphBatching:
         """Return the next launch of the worker's last batch, or the first launch of a new batch."""
         batches = self._batches[worker]
         if not batches or not batches[-1].tasks:
-            batch = self.next_batch() if len(batches) < _MOST_BATCHES else None
+            batch = self.next_batch() if len(batches) < _MAX_BATCHES else None
             if batch is None:
                 return None
             batches.append(batch)

@@ -28,12 +28,9 @@ def read_agent_sessions(path: Path) -> Iterator[ConversationTrace]:
     The path is a directory of files of one session each, as published, or one file of a session, an array of
     sessions, or one session per line. `hash_keep`, the number of blocks that an input shares with the one
     before, may replace `hash_ids`. Two consecutive requests with the same input are a retry: the second
-    answer
-    counts, from the arrival of the first. Times count from the start of each session, so arrivals are
-    unknown.
-    A session becomes several conversations if its history was rewritten, and the requests of a sub-agent
-    become
-    a conversation of their own.
+    answer counts, from the arrival of the first. Times count from the start of each session, so arrivals are
+    unknown. A session becomes several conversations if its history was rewritten, and the requests of a
+    sub-agent become a conversation of their own.
     """
     ids = UniqueIds()
     for file in _files(path):

@@ -26,10 +26,9 @@ def read_burstgpt(path: Path, on_skip: Callable[[TraceError], None] | None) -> I
 
     CSV: `Timestamp` (s), `Request tokens`, `Response tokens`, and in the third file also `Session ID` and
     `Elapsed time` (s, of the answer). Rows of files without sessions become conversations of one turn. In a
-    file
-    with sessions, rows without a session (its API log) are left out, because their context is unknown. Failed
-    requests, whose response has no token, are left out too. A request holds the last four rounds of its
-    session: its new tokens are those beyond these rounds, at least 1.
+    file with sessions, rows without a session (its API log) are left out, because their context is unknown.
+    Failed requests, whose response has no token, are left out too. A request holds the last four rounds of
+    its session: its new tokens are those beyond these rounds, at least 1.
 
     JSON: a gap runs from arrival to arrival, null for a first turn. Turns marked as an anomaly, whose new
     tokens could not be recovered from the logged context, are used as they are.

@@ -6,9 +6,8 @@ Does not know: file formats.
 
 The context of a conversation is the sum of its prompts and answers, and a request's prompt is its recorded
 input minus that context. If a service left part of an answer out of the next input (its thinking, for
-example),
-our context is longer than the recorded one. The next prompts are shorter by the difference, but at least 1
-token.
+example), our context is longer than the recorded one. The next prompts are shorter by the difference, but at
+least 1 token.
 """
 
 from __future__ import annotations
@@ -67,9 +66,8 @@ def chain_requests(
     `requests` must be in order of time. A request begins a new conversation if its parent is not among the
     earlier requests, was continued already (an edited prompt, a regenerated answer), or had a longer input (a
     cut history). `has_arrivals` says whether all times count from the same start. `session_id` is the session
-    of
-    all conversations. If it is None, those that descend from one request, which may be missing from the log,
-    form a session that is named after it.
+    of all conversations. If it is None, those that descend from one request, which may be missing from the
+    log, form a session that is named after it.
     """
     chains: list[_Chain] = []
     roots: dict[str, str] = {}  # root of every request so far

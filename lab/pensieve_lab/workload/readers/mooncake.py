@@ -24,10 +24,9 @@ def read_mooncake(path: Path) -> Iterator[ConversationTrace]:
 
     The names `timestamp_ms`, `input_tokens`, `output_tokens` are also accepted, together with `line`, the
     request's number in the file that a sample was taken from, and `parent_line`, the number of the request
-    that
-    it continues, or -1. Without these, a request continues the one with the longest input whose full blocks
-    its own input begins with, the latest of several; a block's hash covers everything before it as well. Such
-    links are likely, not certain. An input of less than two full blocks gets no successor.
+    that it continues, or -1. Without these, a request continues the one with the longest input whose full
+    blocks its own input begins with, the latest of several; a block's hash covers everything before it as
+    well. Such links are likely, not certain. An input of less than two full blocks gets no successor.
     """
     return chain_requests(_requests(path))
 

@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Limit of background responses that have not ended, of all owners together."""
-LOOK_S: Final = 10.0
+POLL_S: Final = 10.0
 """Interval of the search for responses that another server left behind."""
 RETRY_S: Final = 0.5
 """Delay before retrying a failed call of the engine or the history."""
@@ -365,7 +365,7 @@ class BackgroundResponses:
         while True:
             now_s = asyncio.get_running_loop().time()
             # Another server that shares the history may die at any time and leave responses behind.
-            is_time = services.history.claims.are_shared and now_s - looked_s >= LOOK_S
+            is_time = services.history.claims.are_shared and now_s - looked_s >= POLL_S
             is_new = epoch != services.engine.epoch
             if services.engine.state == "ready" and (is_new or self.has_lost_confirmations or is_time):
                 asked, looked_s = services.engine.epoch, now_s

@@ -1,14 +1,14 @@
-"""The routes of /v1/conversations: lists of items that responses are appended to.
+"""The routes of /v1/conversations. A conversation is a list of items; responses append their items to it.
 
-Owns: their handlers, and appending the items of a repeated request only once.
+Owns: the handlers of these routes, and the rule that a repeated request appends its items only once.
 Does not know: how items are stored, or turns. The parent turn of a conversation follows from its items, so
 deleting an item changes nothing else. Called by `server.app`.
 
-A repeated request is answered with its items under the same ids, which are derived from a random name. For a
-request with an idempotency key, the history stores the name with a digest of the body, so that items deleted
-later are not appended again. For a request without a key, the name is remembered until the client has the
-response. Only a retry that is marked as one (`x-stainless-retry-count`) reuses it, because a client may send
-the same items twice on purpose.
+Every append request gets a random name, and the ids of its items are derived from that name. A repeated
+request finds the name and is answered with the same ids. For a request with an idempotency key, the history
+stores the name and a digest of the body, so items that were deleted since are not appended again. Without a
+key, the server remembers the name until the client has the response. Then only a request that is marked as a
+retry (`x-stainless-retry-count`) reuses the name, because a client may send the same items twice on purpose.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from pensieve_jax.server.openai.responses.schemas import (
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
 from pensieve_jax.server.workers import WorkEstimate
 
-_MAX_TRIES = 3  # attempts of a change while other changes win the race
+_MAX_TRIES = 3  # attempts of a change, if concurrent changes of the conversation come first
 # The history counts the characters of all items of a conversation.
 _MEASURING: Final = WorkEstimate(is_long=True, asks_history=True)
 LIFETIME_S: Final = 600.0
@@ -64,20 +64,20 @@ MAX_UNANSWERED: Final = 10_000
 
 
 class NewConversation(Body, kw_only=True):
-    """The request body that `POST /v1/conversations` takes."""
+    """Body of `POST /v1/conversations`."""
 
     items: list[Any] | None = None
     metadata: dict[str, str] | None = None
 
 
 class Metadata(Body, kw_only=True):
-    """The request body that `POST /v1/conversations/{conversation_id}` takes."""
+    """Body of `POST /v1/conversations/{conversation_id}`."""
 
     metadata: dict[str, str] | None
 
 
 class NewItems(Body, kw_only=True):
-    """The request body that `POST /v1/conversations/{conversation_id}/items` takes."""
+    """Body of `POST /v1/conversations/{conversation_id}/items`."""
 
     items: list[Any]
 
@@ -93,16 +93,16 @@ class Conversations:
 
     @property
     def routes(self) -> list[Route]:
-        one = "/v1/conversations/{conversation_id}"
+        path = "/v1/conversations/{conversation_id}"
         return [
             Route("POST", "/v1/conversations", self.create, has_body=False),
-            Route("GET", one, self.retrieve),
-            Route("POST", one, self.update),
-            Route("DELETE", one, self.delete),
-            Route("GET", f"{one}/items", self.items),
-            Route("POST", f"{one}/items", self.append),
-            Route("GET", f"{one}/items/{{item_id}}", self.item),
-            Route("DELETE", f"{one}/items/{{item_id}}", self.delete_item),
+            Route("GET", path, self.retrieve),
+            Route("POST", path, self.update),
+            Route("DELETE", path, self.delete),
+            Route("GET", f"{path}/items", self.items),
+            Route("POST", f"{path}/items", self.append),
+            Route("GET", f"{path}/items/{{item_id}}", self.item),
+            Route("DELETE", f"{path}/items/{{item_id}}", self.delete_item),
         ]
 
     async def create(self, call: HttpRequest) -> HttpResponse:
@@ -149,8 +149,8 @@ class Conversations:
     async def delete(self, call: HttpRequest) -> HttpResponse:
         """Delete a conversation and its items; its responses stay.
 
-        A long conversation is deleted in portions, so that engine steps run in between. It is locked
-        meanwhile. If a portion fails, the client gets the error and can repeat the request for the rest.
+        A long conversation is deleted in portions, so that engine steps run in between. The conversation is
+        locked until the last portion. If one fails, the client gets the error and can repeat the request.
         """
         conversation_id = self._unlocked(call)
         change = DeleteConversation(owner=call.owner, conversation_id=conversation_id)
@@ -184,7 +184,7 @@ class Conversations:
             is_retry=is_retry(call.headers),
             now_s=now_s,
         )
-        kept = await call.run_cpu(
+        items_json = await call.run_cpu(
             lambda: json.dumps(with_named_ids(new_items, append.name), separators=COMPACT)
         )
 
@@ -193,33 +193,33 @@ class Conversations:
             size = await call.services.run_cpu(
                 row.owner, _MEASURING, history.size_of_items, row.owner, row.conversation_id
             )
-            _check_size(size[0] + len(new_items), size[1] + len(kept))
+            _check_size(size[0] + len(new_items), size[1] + len(items_json))
             return AppendItems(
                 owner=row.owner,
                 conversation_id=row.conversation_id,
                 expected_version=row.version,
-                items=kept,
-                idempotency=append.kept,
+                items=items_json,
+                idempotency=append.idempotency,
                 name=append.name,
                 appended_at_s=now_s,
             )
 
         async def stored_name() -> str | None:
-            return await call.read(_kept_name, call, append, len(new_items))
+            return await call.read(_stored_name, call, append, len(new_items))
 
         try:
             await self._change(call, change, stored_name if append.is_repeated else None)
-        except UNANSWERED:  # the change may have been applied nevertheless
+        except UNANSWERED:  # the engine did not confirm the change, but may have applied it
             if await stored_name() is None:
                 raise
-        self._appends.answered(append)
-        name = append.name if append.kept is None else await stored_name()
+        self._appends.forget(append)
+        name = append.name if append.idempotency is None else await stored_name()
         page = await call.run_cpu(_page, new_items, name or append.name)
 
-        def missed() -> None:
-            self._appends.missed(append, call.services.now_s())
+        def on_undelivered() -> None:
+            self._appends.remember(append, call.services.now_s())
 
-        return BytesResponse(page, "application/json", undelivered=missed)
+        return BytesResponse(page, "application/json", undelivered=on_undelivered)
 
     async def item(self, call: HttpRequest) -> HttpResponse:
         """Answer with one item as it is stored."""
@@ -237,7 +237,7 @@ class Conversations:
     # Private methods
 
     def _unlocked(self, call: HttpRequest) -> str:
-        """Return the conversation's id; raise ApiError 409 while a turn of it runs."""
+        """Return the conversation's id; raise ApiError 409 if a turn of the conversation is running."""
         conversation_id = call.path["conversation_id"]
         check_unlocked(self._locks, call.owner, conversation_id)
         return conversation_id
@@ -248,9 +248,11 @@ class Conversations:
         change_of: Callable[[ConversationRow], Awaitable[HistoryChange]],
         stored_name: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
-        """Apply a change unless it is already stored; retry if another change came first."""
+        """Apply a change unless it is already stored; try again if a concurrent change came first."""
         for tries_left in reversed(range(_MAX_TRIES)):
-            row = await _row(call)  # read before `stored_name`: any later change makes the version differ
+            row = await _row(
+                call
+            )  # read before `stored_name`, so that a change between the two reads is a conflict
             if stored_name is not None and await stored_name() is not None:
                 return
             change = await change_of(row)
@@ -264,7 +266,7 @@ class Conversations:
 
 
 def check_unlocked(locks: set[tuple[str, str]], owner: str, conversation_id: str) -> None:
-    """Raise ApiError 409 while a turn of a conversation runs."""
+    """Raise ApiError 409 if a turn of the conversation is running."""
     if (owner, conversation_id) in locks:
         sentence = f"A turn of conversation {conversation_id!r} is running; try again when it has ended."
         headers = {"retry-after": "1"}
@@ -278,17 +280,20 @@ async def _row(call: HttpRequest) -> ConversationRow:
     return row
 
 
-def _kept_name(call: HttpRequest, append: Append, num_items: int) -> str | None:
-    """Return the name with which a request's items were appended; raise ApiError 422 for another body."""
+def _stored_name(call: HttpRequest, append: Append, num_items: int) -> str | None:
+    """Return the name under which the request's items are stored; None if they are not.
+
+    Raises ApiError 422 if its key was used with another body.
+    """
     history, conversation_id = call.services.history, call.path["conversation_id"]
-    if append.kept is not None:
+    if append.idempotency is not None:
         now_s = call.services.now_s()
-        known = history.idempotent(call.owner, append.kept.key, now_s, conversation_id=conversation_id)
+        known = history.idempotent(call.owner, append.idempotency.key, now_s, conversation_id=conversation_id)
         if known is None:
             return None
-        check_same_body(append.kept.body_sha256, known.body_sha256)
-        return str(known.became)
-    for index in range(num_items):  # any item proves it: some may be deleted since
+        check_same_body(append.idempotency.body_sha256, known.body_sha256)
+        return str(known.result_id)
+    for index in range(num_items):  # look for any of the items, since others may have been deleted
         with suppress(UnknownRecordError):
             history.item(call.owner, conversation_id, named_id(append.name, index))
             return append.name
@@ -331,26 +336,26 @@ class Append(NamedTuple):
     """One request to append items.
 
     Attributes:
-      name: the name from which the ids of its items are derived.
-      is_repeated: whether its items may be stored already.
-      kept: its idempotency key, to be stored with the items; None without a key.
-      request: owner, conversation and body digest, by which a retry is recognised; None with a key.
+      name: random name from which the ids of its items are derived.
+      is_repeated: whether its items may already be stored.
+      idempotency: its idempotency key, which is stored with the items; None without a key.
+      request: owner, conversation and body digest, by which a retry is recognized; None with a key.
     """
 
     name: str
     is_repeated: bool
-    kept: Idempotency | None
+    idempotency: Idempotency | None
     request: tuple[str, str, str] | None
 
 
 class Appends:
-    """The append requests of one server that may be retried. Used by the event loop's thread only."""
+    """The append requests whose clients may retry them. Used by the event loop's thread only."""
 
     def __init__(self) -> None:
         self._unanswered = TtlCache[tuple[str, str, str], str](LIFETIME_S, MAX_UNANSWERED)
 
     def __len__(self) -> int:
-        """Return the number of remembered requests whose client may lack the response."""
+        """Return the number of requests that `remember` holds."""
         return len(self._unanswered)
 
     def begin(
@@ -363,22 +368,22 @@ class Appends:
         is_retry: bool,
         now_s: float,
     ) -> Append:
-        """Start a request to append items; call `answered` once the change is applied."""
-        kept = key_record(key, body_sha256, now_s)
-        if kept is not None:
-            return Append(secrets.token_hex(24), True, kept, None)
+        """Start a request to append items; the caller calls `forget` once the change is applied."""
+        idempotency = key_record(key, body_sha256, now_s)
+        if idempotency is not None:
+            return Append(secrets.token_hex(24), True, idempotency, None)
         request = (owner, conversation_id, body_sha256)
         known = self._unanswered.get(request, now_s) if is_retry else None
         append = Append(known or secrets.token_hex(24), known is not None, None, request)
-        self.missed(append, now_s)
+        self.remember(append, now_s)
         return append
 
-    def answered(self, append: Append) -> None:
-        """Forget a request, since its response is being sent."""
+    def forget(self, append: Append) -> None:
+        """Forget a request when its response is sent."""
         if append.request is not None:
             self._unanswered.drop(append.request, append.name)
 
-    def missed(self, append: Append, now_s: float) -> None:
-        """Remember a request whose client may lack the response and retry."""
+    def remember(self, append: Append, now_s: float) -> None:
+        """Remember a request whose client may not get the response and may retry."""
         if append.request is not None:
             self._unanswered.put(append.request, append.name, now_s)

@@ -128,10 +128,10 @@ class ResponseCreation:
         if isinstance(earlier, ResponseRecord):
             run = self._background.run_queued(earlier)
             if run is None or run.has_ended:
-                missed = self._missed(request, request.body_sha256, earlier.response_id)
+                on_undelivered = self._undelivered_callback(request, request.body_sha256, earlier.response_id)
                 if request.body.stream:
-                    return self._stream(await self._streams.kept(earlier), missed)
-                return json_reply(stored_response(earlier), undelivered=missed)
+                    return self._stream(await self._streams.kept(earlier), on_undelivered)
+                return json_reply(stored_response(earlier), undelivered=on_undelivered)
             earlier = run
         return await self._follow(request, earlier)
 
@@ -199,7 +199,7 @@ class ResponseCreation:
         try:
             answer = await request.call.unless_gone(response.whole())
             response.delivered()
-            return json_reply(answer, undelivered=response.missed)
+            return json_reply(answer, undelivered=response.mark_undelivered)
         finally:
             await response.close()
 
@@ -228,7 +228,7 @@ class ResponseCreation:
             if run.background and plan.head is not None and (run.head is None or run.is_abandoned):
                 # It may be queued nevertheless, although no client knows of it.
                 now_s = self._services.now_s()
-                self._idempotency.missed(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
+                self._idempotency.add_undelivered(plan.owner, plan.body_sha256, plan.head.response_id, now_s)
             if not run.has_ended and (run.head is None or not run.background):
                 run.fail(internal_error())
 
@@ -257,30 +257,36 @@ class ResponseCreation:
         except ClientGoneError:
             run.is_abandoned = True
             raise
-        missed = self._missed(request, run.body_sha256, head.response_id) if run.background else None
+        on_undelivered = (
+            self._undelivered_callback(request, run.body_sha256, head.response_id) if run.background else None
+        )
         if request.body.stream:
-            return self._stream(run_events(run, head, self._streams.texts), missed)
+            return self._stream(run_events(run, head, self._streams.texts), on_undelivered)
         if run.background:
-            return json_reply(run.response or head.object("queued"), undelivered=missed)
+            return json_reply(run.response or head.object("queued"), undelivered=on_undelivered)
         return json_reply(await call.unless_gone(run.result()))
 
-    def _missed(
+    def _undelivered_callback(
         self, request: CreateRequest, body_sha256: str, response_id: str
     ) -> Callable[[], None] | None:
-        """Return what to call if the response is not delivered; None with a key, which finds it anyway."""
+        """Return what to call if the response is not delivered; None if a key leads a retry to it."""
         if request.key is not None:
             return None
         owner = request.call.owner
-        return lambda: self._idempotency.missed(owner, body_sha256, response_id, self._services.now_s())
+        return lambda: self._idempotency.add_undelivered(
+            owner, body_sha256, response_id, self._services.now_s()
+        )
 
-    def _stream(self, events: AsyncGenerator[bytes], missed: Callable[[], None] | None) -> HttpResponse:
-        """Stream a response; call `missed` if the client got no event of it."""
-        if missed is None:
+    def _stream(
+        self, events: AsyncGenerator[bytes], on_undelivered: Callable[[], None] | None
+    ) -> HttpResponse:
+        """Stream a response; call `on_undelivered` if the client got no event of it."""
+        if on_undelivered is None:
             return self._streams.reply(events)
         begun = StartedStream(events)
 
         async def end() -> None:
             if not begun.has_begun:
-                missed()
+                on_undelivered()
 
         return self._streams.reply(begun.events(), end)

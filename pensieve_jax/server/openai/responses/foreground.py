@@ -103,15 +103,15 @@ class ForegroundResponse:
         return finished_response(self.head, output, ended_at_s, self._services.token_texts)
 
     def delivered(self) -> None:
-        """Mark the response as delivered; if sending it fails later, `missed` must be called."""
+        """Mark the response as delivered; if sending it fails later, `mark_undelivered` must be called."""
         self._is_delivered = True
 
-    def missed(self) -> None:
+    def mark_undelivered(self) -> None:
         """Remember that the client left before the response was sent, so that a retry gets it."""
         plan = self._plan
         if plan.draft is not None and plan.key is None:  # with a key, a retry finds it by the key
             now_s = self._services.now_s()
-            self._idempotency.missed(plan.owner, plan.body_sha256, self.head.response_id, now_s)
+            self._idempotency.add_undelivered(plan.owner, plan.body_sha256, self.head.response_id, now_s)
 
     async def close(self) -> None:
         """Cancel the turn if it runs, and remember a response that may be committed but was not delivered."""
@@ -128,7 +128,7 @@ class ForegroundResponse:
             self._commit(output)
         if not self._is_delivered:
             # It may be committed nevertheless: while its client left, or before the engine died.
-            self.missed()
+            self.mark_undelivered()
 
     def _commit(self, output: Output) -> None:
         assert self._plan.resolved is not None

@@ -52,7 +52,9 @@ class IdempotencyStore:
         self._ends = CompletionWatcher[tuple[str, str]]()
         self._running: dict[tuple[str, str], ResponseRun] = {}
         self._undelivered = TtlCache[tuple[str, str], str](UNDELIVERED_LIFETIME_S, _MAX_UNDELIVERED)
-        self._given_again: set[tuple[str, str]] = set()  # responses from before the start, by owner and id
+        self._returned_from_before: set[tuple[str, str]] = (
+            set()
+        )  # already returned by `by_body`, by owner and id
 
     @property
     def num_running(self) -> int:
@@ -77,14 +79,15 @@ class IdempotencyStore:
                 check_same_body(body_sha256, run.body_sha256)
                 return run
             with self._ends.collect() as ended:
-                record = await self._read(owner, self._kept_under, owner, key, body_sha256, now_s)
+                record = await self._read(owner, self._stored_response, owner, key, body_sha256, now_s)
             if (owner, key) not in self._running and (owner, key) not in ended:
                 return record
 
     async def by_body(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
         """Return the undelivered response for a repeated request without a key, or None.
 
-        Each response is returned once. If it cannot be delivered, the caller must call `missed` again.
+        Each response is returned once. If it cannot be delivered, the caller must call `add_undelivered`
+        again.
         """
         request = (owner, body_sha256)
         while True:
@@ -93,9 +96,9 @@ class IdempotencyStore:
                 last = await self._from_before(owner, body_sha256, now_s)
                 if self._undelivered.get(request, now_s) is not None:
                     continue
-                if last is None or (owner, last.response_id) in self._given_again:
+                if last is None or (owner, last.response_id) in self._returned_from_before:
                     return None
-                self._given_again.add((owner, last.response_id))
+                self._returned_from_before.add((owner, last.response_id))
                 return last
             try:
                 record: ResponseRecord = await self._read(owner, self._history.response, owner, found)
@@ -114,18 +117,18 @@ class IdempotencyStore:
         self._running.pop((owner, key), None)
         self._ends.notify((owner, key))
 
-    def missed(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
-        """Remember a response that may be committed although its client had left."""
+    def add_undelivered(self, owner: str, body_sha256: str, response_id: str, now_s: float) -> None:
+        """Remember a response that may be committed, although its client left before it was sent."""
         self._undelivered.put((owner, body_sha256), response_id, now_s)
 
     # Private methods
 
-    def _kept_under(self, owner: str, key: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
+    def _stored_response(self, owner: str, key: str, body_sha256: str, now_s: float) -> ResponseRecord | None:
         known = self._history.idempotent(owner, key, now_s)
         if known is None:
             return None
         check_same_body(body_sha256, known.body_sha256)
-        record: ResponseRecord = self._history.response(owner, known.became)
+        record: ResponseRecord = self._history.response(owner, known.result_id)
         return record
 
     async def _from_before(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:

@@ -241,7 +241,7 @@ def test_one_of_two_requests_with_a_key_runs_however_late_the_history_answers():
             return response_id
 
     class Kept:
-        body_sha256, became = "a", "resp_a"
+        body_sha256, result_id = "a", "resp_a"
 
     class Run:
         body_sha256 = "a"

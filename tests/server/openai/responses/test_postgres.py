@@ -65,7 +65,7 @@ def test_a_turn_of_one_server_is_continued_on_the_other(servers):
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(background, "LOOK_S", 0.02)
+    monkeypatch.setattr(background, "POLL_S", 0.02)
     monkeypatch.setattr(background, "RETRY_S", 0.01)
 
 

@@ -312,11 +312,11 @@ def test_a_retry_whose_answer_was_lost_too_may_be_repeated():
 
     async def ask() -> None:
         repeats = IdempotencyStore(History(), 1000.0, at_once)
-        repeats.missed("ann", "a", "resp_a", 1001.0)
+        repeats.add_undelivered("ann", "a", "resp_a", 1001.0)
         assert await repeats.by_body("ann", "a", 1002.0) == "resp_a"
         assert (await repeats.by_body("ann", "a", 1002.0)).response_id == "resp_before"
         assert await repeats.by_body("ann", "a", 1002.0) is None
-        repeats.missed("ann", "a", "resp_before", 1003.0)
+        repeats.add_undelivered("ann", "a", "resp_before", 1003.0)
         assert await repeats.by_body("ann", "a", 1004.0) == "resp_before"
         assert await repeats.by_body("ann", "a", 1005.0) is None
 
@@ -350,8 +350,8 @@ def test_a_retry_gets_the_answer_that_its_client_did_not_wait_for(tmp_path):
 def test_answers_without_a_retry_are_dropped():
     repeats = IdempotencyStore(None, 0.0, at_once)
     for number in range(100):
-        repeats.missed("ann", str(number), f"resp_{number}", float(number))
-    repeats.missed("ann", "later", "resp_later", 50.0 + UNDELIVERED_LIFETIME_S)
+        repeats.add_undelivered("ann", str(number), f"resp_{number}", float(number))
+    repeats.add_undelivered("ann", "later", "resp_later", 50.0 + UNDELIVERED_LIFETIME_S)
     assert repeats.num_undelivered == 50
 
 
