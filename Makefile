@@ -11,7 +11,7 @@ INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel bench-scheduler clean
+.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,10 @@ $(STAMP): pyproject.toml lab/pyproject.toml
 	@echo "installing (about a minute)"
 	$(INSTALL) -e ".[$(EXTRAS)]" -e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
 	touch $@
+
+# Checks of what is committed, before it is: lint of its files, its prose and its subject.
+hooks: $(STAMP)
+	$(BIN)/pre-commit install
 
 demo: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
