@@ -60,7 +60,7 @@ FRONT_PAGE = {
     ("Python", "tested"): "45",
     ("How fast", "aim"): "18",
     ("How fast", "setting"): "60 20",
-    ("How fast", "version"): "0.26.0",
+    ("How fast", "version"): "0.26.0 0.26.0",
 }
 """All figures of the README without a document, by heading and kind.
 
