@@ -28,9 +28,9 @@ def main() -> None:
         while llm.unfinished:
             llm.step()
             for name, turn in zip(("bob", "cleo"), turns, strict=True):
-                delta = turn.take_delta()
-                if delta is not None:
-                    print(f"{name}: {delta.text!r}")
+                news = turn.take_delta()
+                if news is not None:
+                    print(f"{name}: {news.text!r}")
 
 
 if __name__ == "__main__":

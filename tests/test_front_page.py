@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,11 +24,10 @@ def test_the_example_runs_twice(
 ) -> None:
     """It runs on a smaller engine, whose programs other tests have compiled."""
 
-    def smaller(*, config: Any, history: str) -> LLM:
-        assert isinstance(config, pensieve_jax.EngineConfig)
+    def smaller(*, history: str) -> LLM:
         return LLM(config=front.config(compilation_cache), history=history, progress=False)
 
-    section = README.partition("\n## Ten lines\n")[2].partition("\n## ")[0]
+    section = README.partition("\n## Python\n")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     (said,) = re.findall(r"`(recomputed_tokens=\d+)`", section)
     monkeypatch.chdir(tmp_path)

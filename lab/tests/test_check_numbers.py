@@ -421,7 +421,9 @@ ATTACKS_ON_BOTH = [
 def test_an_attack_on_the_front_page_and_its_sources_is_seen(tmp_path: Path, words: str, entry: str) -> None:
     """A figure and the source that justifies it are added together."""
     text, sources = README.read_text(encoding="utf-8"), LAB / "sources" / "front_page.toml"
-    (tmp_path / "page.md").write_text(text.replace("\n## Install", f"\nIt {words}.\n\n## Install", 1))
+    (tmp_path / "page.md").write_text(
+        text.replace("\n## Documentation", f"\nIt {words}.\n\n## Documentation", 1)
+    )
     (tmp_path / "page.toml").write_text(f"{sources.read_text(encoding='utf-8')}\n{entry}")
     page = check_numbers.read(tmp_path / "page.md", "README.md")
     assert check_page(page, tmp_path / "page.toml", check_numbers.documents_of(LAB), check_numbers.ROOT)

@@ -53,14 +53,6 @@ def test_the_python_of_the_page(
     assert (tmp_path / "words").is_dir()
 
 
-@pytest.mark.long
-def test_the_python_of_the_front_page(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = (one for one in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "Cellular" in one)
-    exec(compile(block, "README.md", "exec"), {})
-    assert re.fullmatch(r"\((\d+, ){3}\d+\)\n", capsys.readouterr().out)
-
-
 def test_its_own_gru_takes_30_lines() -> None:
     (block,) = (one for one in BLOCKS if "class Gru" in one)
     lines = [line for line in block.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""The Python of docs/rebatching.md and the README runs, and prints what the comments say."""
+"""The Python of docs/rebatching.md runs, and prints what the comments say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tests.launching import ROOT
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 BLOCKS = [
     block
-    for name in ("README.md", "docs/rebatching.md")
-    for block in _BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))
+    for block in _BLOCK.findall((ROOT / "docs" / "rebatching.md").read_text(encoding="utf-8"))
     if "rebatching" in block
 ]
 
