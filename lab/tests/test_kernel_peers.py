@@ -457,4 +457,8 @@ def test_a_run_that_is_out_of_time_still_reports(launch, capsys):
     assert launch("benchmark_kernels", shared_llm=False, time_limit_s=0, **QUICK) == 0
     out = capsys.readouterr().out
     document, found = documented(out)
-    assert document["results"]["left_out"] == ["tiny"] and not found and "left out, for time: tiny" in out
+    assert (
+        document["results"]["left_out"] == ["tiny"]
+        and not found
+        and "skipped because of --time_limit_s: tiny" in out
+    )

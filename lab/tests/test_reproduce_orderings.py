@@ -240,7 +240,7 @@ def test_sessions_of_a_later_time_are_held_out_in_both_senses(recorded):
     study = studies.Study(title="later", between_s=(400.0, 1000.0))
     file = load("pensieve_lab.experiments.settings").TraceFile(path, "pensieve")
     served = study.workload(file, small=False)
-    before = study.learned_state(served)
+    before = study.experience(served)
     chosen_on, held_out = map(ids, split_by_session(trace))
     starts = {one.conversation_id: one.arrival_s for one in trace.conversations}
     seen, now = ids(before.conversations(0)), ids(served.conversations(0))
@@ -248,7 +248,7 @@ def test_sessions_of_a_later_time_are_held_out_in_both_senses(recorded):
     assert seen and seen <= chosen_on and all(starts[name] < 400.0 for name in seen)
     for later in (one for one in studies.STUDIES["mooncake"] if one.between_s):
         workload = later.workload(file, small=False)
-        assert workload.half == studies.HELD_OUT and later.learned_state(workload).half == studies.CHOSEN_ON
+        assert workload.half == studies.HELD_OUT and later.experience(workload).half == studies.CHOSEN_ON
 
 
 def test_what_was_learned_before_is_what_a_run_begins_with(recorded, monkeypatch):

@@ -68,7 +68,7 @@ def test_truncate_and_regenerate(chat, llm, text):
     assert "no turn" in said(chat, text, "/regenerate")
 
 
-def test_commands_for_other_conversations(chat, llm, text):
+def test_commands_on_other_chats(chat, llm, text):
     first = chat.conversation_id
     said(chat, text, "hello")
     assert "new conversation" in said(chat, text, f"/switch {first} two")

@@ -220,7 +220,7 @@ def test_tiles():
         (((129, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "x is bfloat16.129, 64., but .* up to 128"),
         (((12, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "1 to 8 rows, or a multiple of 8 up to 128"),
         (((2, 64), (64, 96)), {**KERNEL, "tile": SMALL}, "tile is .* columns that divide 96 .* 'xla'"),
-        (((2, 64), (64, 64)), KERNEL, "w is bfloat16.64, 64., but .* 64 of them or more"),
+        (((2, 64), (64, 64)), KERNEL, "w is bfloat16.64, 64., but .* 64 parts or more"),
         (((2, 64), (64, 64)), {"interpret": True}, "backend is 'auto', but interpret needs"),
         (((2, 192), (192, 64)), {**KERNEL, "tile": MatmulTile(64, 2, 128)}, "a block_k that divides 192"),
         (((2, 64), (64, 64)), {**KERNEL, "tile": MatmulTile(0, 4)}, "must have a multiple of 64 columns"),

@@ -364,7 +364,7 @@ def test_every_pattern_on_a_gpu():
 def test_what_cannot_be_packed_is_named():
     pages = jnp.zeros(1, jnp.int32)
     for pool in (jnp.zeros((4, 16, 2, 32)), jnp.zeros((4, 16, 2, 2), jnp.bfloat16)):
-        with pytest.raises(PageCopyError, match=r"only bfloat16 pages"):
+        with pytest.raises(PageCopyError, match=r"only long bfloat16 pages"):
             gather_packed([pool], pages)
     pool = jnp.zeros((4, 16, 2, 32), jnp.bfloat16)
     (chunk,) = gather_pages([pool], pages)

@@ -197,7 +197,9 @@ def test_the_back_end_is_chosen_by_device(monkeypatch):
 
 def test_what_does_not_fit_is_named():
     keys, top_k, top_p = jnp.zeros((2, 8), jnp.uint32), jnp.zeros(2, jnp.int32), jnp.zeros(2)
-    with pytest.raises(CutoffArgumentError, match=r"keys are \(2, 524289\), but must be .* of 1 to 524288"):
+    with pytest.raises(
+        CutoffArgumentError, match=r"keys are \(2, 524289\), but must be .* V from 1 to 524288"
+    ):
         jax.eval_shape(cutoffs, SHAPE((2, MAX_VOCAB_SIZE + 1), jnp.uint32), keys, top_k, top_p)
     with pytest.raises(CutoffArgumentError, match=r"keys are int32\[2, 8\], but must be uint32\[2, 8\]"):
         cutoffs(keys.astype(jnp.int32), keys, top_k, top_p)
