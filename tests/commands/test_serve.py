@@ -213,7 +213,7 @@ def test_on_a_terminal_the_log_is_readable_and_a_second_interrupt_is_quiet(compi
                 response.read()
                 terminal.see("POST /v1/chat/completions 200, ")
         terminal.type("\x03")
-        terminal.see("ending: turns that run get 30 s")
+        terminal.see("draining: running turns get 30 s")
         terminal.type("\x03")
         connection.close()
         assert terminal.wait() == EXIT_AT_ONCE
