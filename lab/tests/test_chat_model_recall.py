@@ -14,10 +14,9 @@ import pytest
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_lab.chat_training.served_recall import GREETINGS, ServedCases
 from tests.launching import load, optimized
-from tests.seeds import enough
 
 check_recall = load("check_recall")
-NUM_CASES = enough(16, 32)
+NUM_CASES = 32
 FIGURES = {"recall_percent": check_recall.MIN_RECALL_PERCENT, "num_in_place": 1, "num_returns": 100}
 REACHED = {"ample": FIGURES, "small": FIGURES, "alone": {"recall_percent": 29}}  # by a hair
 _lines: list[str] = []
