@@ -112,15 +112,18 @@ async def explain(call: HttpRequest) -> HttpResponse:
     if not response_id:
         sentence = "response_id is missing; add ?response_id= with the id of a response or a completion."
         raise ApiError(400, "missing_required_parameter", sentence, param="response_id")
-    told = await _of_turn(call, "explain_turn", response_id)
-    now_s = call.services.now_s()
+    explanation = await _of_turn(call, "explain_turn", response_id)
+    # A long context has tens of thousands of chunks.
+    return await run_cpu(call.owner, True, _explained, response_id, explanation, call.services.now_s())
+
+
+def _explained(response_id: str, explanation: dict[str, Any], now_s: float) -> HttpResponse:
     chunks = [
         {**chunk, "drop": None if (drop := chunk["drop"]) is None else _aged(drop, now_s)}
-        for chunk in told["chunks"]
+        for chunk in explanation["chunks"]
     ]
-    names = ("num_tokens", "policy", "idle_s")
-    found = {name: told[name] for name in names}
-    return json_reply({"response_id": response_id, **found, "chunks": chunks, "text": told["lines"]})
+    found = {name: explanation[name] for name in ("num_tokens", "policy", "idle_s")}
+    return json_reply({"response_id": response_id, **found, "chunks": chunks, "text": explanation["lines"]})
 
 
 def _aged(drop: dict[str, Any], now_s: float) -> dict[str, Any]:
