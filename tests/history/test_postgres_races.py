@@ -95,8 +95,8 @@ def test_a_head_that_moves_without_a_comparison_is_detected(replicas, monkeypatc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [enough(1200, 5000)])
-def test_two_processes_lose_and_double_no_turn(url, replicas, number, record_property):
+def test_two_processes_lose_and_double_no_turn(url, replicas, record_property):
+    number = enough(1200, 5000)
     command = [sys.executable, "-c", PROGRAM, url, "alice", str(number)]
     children = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
@@ -363,15 +363,14 @@ class Load:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_times", [enough(5, 20)])
-def test_postgres_stops_and_starts_under_load(postgres, url, num_times, record_property):
+def test_postgres_stops_and_starts_under_load(postgres, url, record_property):
     """Errors are typed, no acknowledged commit is lost, and service continues."""
     rng = np.random.default_rng(new_seed())
     open_store(url, fingerprint=FINGERPRINT).close()
     load = Load(url, 3)
     try:
         with HistoryReader(url, fingerprint=FINGERPRINT) as reader:
-            for _ in range(num_times):
+            for _ in range(enough(5, 20)):
                 load.count_anew()
                 least = int(rng.integers(5, 60))
                 wait_until(lambda least=least: min(load.num_since) > least or load.problems)

@@ -12,8 +12,8 @@ from tests.server.faults.kills import scenario
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_deaths", [enough(5, 8)])
-def test_no_turn_is_lost_or_doubled(tmp_path, num_deaths):
+def test_no_turn_is_lost_or_doubled(tmp_path):
+    num_deaths = enough(5, 8)
     figures = scenario(tmp_path, new_seed(), num_deaths, num_clients=6)
     print(figures)
     assert sum(figures["deaths"].values()) == num_deaths

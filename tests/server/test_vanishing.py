@@ -124,9 +124,8 @@ def settled(server: FaultyServer, before: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_clients", [enough(80, 300)])
-def test_disconnected_clients_leave_nothing_behind(tmp_path, num_clients):
-    draw = random.Random(new_seed())
+def test_disconnected_clients_leave_nothing_behind(tmp_path):
+    draw, num_clients = random.Random(new_seed()), enough(80, 300)
 
     async def all_of_them() -> None:
         limit = asyncio.Semaphore(20)
