@@ -53,7 +53,7 @@ def rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.ten
 
 @triton.jit
 def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor, is_there: tl.constexpr) -> tl.tensor:
-    """Load [width] of a bias or scale, as stored; an arbitrary value if there is none."""
+    """Load [width] of a bias or scale, as stored; without one, return an arbitrary value that is not used."""
     if is_there:
         return tl.load(vector_ptr + columns, mask=inside, other=0.0)
     else:

@@ -14,8 +14,9 @@ tokens cost other numbers bits. A tile becomes rows of head_dim bytes:
 - page_size / 2 rows: codes, of row i in the low half of a byte and of row i + page_size / 2 in the high half.
   0 to 13 is the distance of the exponent below the row's byte less the column's. 14 is exponent 0: zeros and
   subnormals, so zeros are cheap whatever their neighbours are. 15 is an *escape*.
-- The tail: a byte for each row; half a byte for each column, of column j in the low half and of column
-  j + head_dim / 2 in the high half; then the exponents of escapes in order of their position. The rest is 0.
+- The tail: first a byte for each row, then half a byte for each column. Column j has the low half of a byte,
+  and column j + head_dim / 2 the high half. The exponents of escapes follow in order of their position. The
+  rest is 0.
 
 The order makes indices unnecessary: an escape's place is the number of escapes before it. There is one list
 for the whole tile, since escapes cluster. It has places for at least one number in 128. A tile with more

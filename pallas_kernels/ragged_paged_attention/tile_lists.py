@@ -23,9 +23,9 @@ _MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not dis
 _MANY = 2**30  # above every sort key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
-# Fields of a merge: the tile's first query token and number of tokens, the first row of its partial results,
-# the number of its parts, the class's rows, and the first of the tile's query rows in this merge, counted
-# token by token whatever their order in memory.
+# Fields of a merge: the first query token of the tile and its number of tokens. Then the first row of the
+# partial results, the number of parts, the rows of the class, and the first query row in this merge. Query
+# rows are counted token by token, whatever their order in memory.
 MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS, MERGE_FIRST_ROW = range(6)
 
 

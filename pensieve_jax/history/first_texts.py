@@ -21,12 +21,12 @@ _TEXT: Final = re.compile(r'"(?:text|content)": *"((?:[^"\\]++|\\u[0-9a-f]{4}|\\
 
 
 def read_first_text(connection: Connection, rowid: int) -> str:
-    """Return the beginning of the first user text in a response's own input; "" if there is none."""
+    """Return the beginning of the first user text in a response's own input, or "" without one."""
     return first_text(connection.beginning("responses", "input_items", rowid, MAX_BYTES))
 
 
 def first_text(items: str) -> str:
-    """Return the text of the first user item in a JSON list that may be truncated anywhere; "" if none."""
+    """Return the text of the first user item in a JSON list that may be truncated, or "" without one."""
     position = _end_of(_SEPARATORS, items, 0)
     while position < len(items) and items[position] == "{":
         try:
@@ -48,7 +48,7 @@ def text_of(item: dict[str, Any]) -> str:
 
 
 def _text_of_truncated(item: str) -> str:
-    """Return the text of a truncated user item up to the cut; "" for another role.
+    """Return the text of a truncated user item up to the cut, or "" if the role differs.
 
     Stored items have their role before their content.
     """

@@ -167,7 +167,7 @@ def test_typed_errors_are_one_line_and_status_2(starts):
 
 @pytest.mark.parametrize("flag", ["--help", "--helpfull", "--helpshort", "-h", "-?"])
 def test_help_for_a_closed_reader(flag):
-    """The reader closes at once, as in `| head -0`: there is no trace, and help goes nowhere else."""
+    """The reader closes at once, as in `| head -0`. No traceback follows, and help goes nowhere else."""
     read_end, write_end = os.pipe()
     os.close(read_end)
     code = "from pensieve_jax.commands.launch import run\ndef main(): return 0\nrun(main)"

@@ -267,7 +267,7 @@ def test_sums_in_shares(kind, num_rows):
 @pytest.mark.gpu
 @needs_two_gpus
 def test_a_peer_that_does_not_come_is_not_waited_for_for_ever():
-    """One device launches, the other does not: NaN after a while, and both report it."""
+    """If one device launches and the other does not, the result becomes NaN, and both report it."""
     from pallas_kernels.all_reduce.jax_triton import triton_sum
 
     memory = all_reduce.ExchangeMemory(make_mesh(2), 256, "bfloat16")

@@ -47,7 +47,7 @@ def parts_of_mix(positions: np.ndarray, token_ids: np.ndarray) -> tuple[np.ndarr
 
 
 def finish_mix(of_positions: np.ndarray, of_token_ids: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Return u64[n]: `mix` of each, from `parts_of_mix`."""
+    """Return u64[n]: the value of `mix` for each token, computed from what `parts_of_mix` returned."""
     x = totals ^ of_positions
     x += of_token_ids
     x ^= x >> np.uint64(31)

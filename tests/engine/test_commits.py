@@ -214,7 +214,7 @@ def test_impossible_forks_change_nothing():
 
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_a_conversation_that_another_engine_changed_leaves_memory(is_changed):
-    """Its tokens in memory are stale. After any other refusal they still equal the history's."""
+    """Its tokens in memory are stale. After any other refusal they still equal those of the history."""
     harness = Harness()
     harness.turn("a", 7, max_tokens=3)
     turn = harness.submit(harness.facts(harness.prompt(5, 1), "a", max_tokens=3), "a")

@@ -1,5 +1,4 @@
-"""Checks every figure of README.md and of all pages against its document, and every document against its
-data.
+"""Check every figure of README.md and of all pages, and every result document.
 
     # exit status 1 if a figure is wrong or has no source
     python -m pensieve_lab.programs.check_numbers

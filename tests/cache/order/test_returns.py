@@ -168,7 +168,7 @@ def test_rows_are_reused():
 
 
 def test_conversations_that_never_return_are_dropped():
-    """Without returns there is no fit: at most twice as many rows as conversations that may return."""
+    """The log has at most twice as many rows as conversations that may return, even if none returns."""
     log, gap_s = open_log(), 100.0
     for i in range(5000):
         log.left(str(i), 1, i * gap_s)
