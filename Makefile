@@ -11,7 +11,7 @@ INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel bench-scheduler clean
+.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel docs bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -92,6 +92,14 @@ lint: $(STAMP)
 # The package as people install it, in an environment and a directory of its own.
 check-wheel: $(STAMP)
 	VENV=$(VENV) sh .ci/check_wheel
+
+# A page or a docstring that Sphinx warns of fails, as does a link to a page, a heading or a file that is not there.
+docs: $(VENV)/.docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs/site . build/site
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[docs]"
+	touch $@
 
 bench-scheduler: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pensieve_lab.programs.benchmark_scheduler
