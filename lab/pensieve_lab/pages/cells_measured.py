@@ -18,6 +18,7 @@ from pensieve_lab.pages.paper_tables import markdown
 _CUDNN: Final = "padding, cuDNN"
 _KEEPS_UP: Final = 0.98  # share of the offered load
 _BATCH: Final = 512
+_NUM_RUNNING: Final = 1000  # requests in the engine, when the host's costs were measured
 
 
 class Setting(NamedTuple):
@@ -38,12 +39,8 @@ class Setting(NamedTuple):
 
 _SETTINGS: Final = (
     Setting("LSTM 1,024, float32", ("lstm", "lstm_padding"), (_CUDNN, PADDING_OLDEST), ("cells_lstm", None)),
-    Setting("the same, on another day", ("lstm_second",), (_CUDNN,), ("cells_lstm", None)),
     Setting("the same, batches of at most 64", ("lstm_64",), (PADDING_OLDEST,)),
     Setting("the same, 24 words each", ("lstm_24words",), (_CUDNN,), ("cells_lstm", 24)),
-    Setting(
-        "the same, 24 words each, on another day", ("lstm_24words_second",), (_CUDNN,), ("cells_lstm", 24)
-    ),
     Setting("the same, English of WMT, at most 50 words", ("lstm_wmt",), (_CUDNN,)),
     Setting("LSTM 4,096, bfloat16", ("lstm_4096",), (PADDING_OLDEST,), ("cells_lstm_4096", None)),
     Setting("LSTM 1,024, bfloat16", ("lstm_bf16",), (), ("cells_lstm_bf16", None)),
@@ -55,8 +52,6 @@ _SETTINGS: Final = (
     ),
     Setting("Seq2Seq 1,024, float32, batches of 512 and 256", ("seq2seq",), (PADDING_OLDEST,)),
     Setting("TreeLSTM 1,024, float32, batches of 64", ("trees",), (BY_AGENDA, BY_DEPTH)),
-    Setting("the same, another machine", ("trees_second",), (BY_AGENDA,)),
-    Setting("the same trees, on another day", ("trees_third",), (BY_AGENDA,)),
     Setting("the same, complete trees of 16 leaves", ("trees16",), (BY_AGENDA, IDEAL)),
 )
 
@@ -112,13 +107,13 @@ def by_load() -> str:
             )
         )
     columns = (
-        "offered a second",
-        "cellular: answered",
+        "offered, requests/s",
+        "cellular: requests/s",
         "p90, ms",
-        "p99 to its launch, ms",
-        "cuDNN: answered",
+        "p99 of queueing, ms",
+        "cuDNN: requests/s",
         "p90, ms",
-        "padding of cells: p90, ms",
+        "cells padded: p90, ms",
     )
     return markdown(columns, body)
 
@@ -127,12 +122,12 @@ def peaks() -> str:
     """Return the peak of each setting, compared with its best baseline in the same run."""
     return markdown(
         (
-            "what",
-            "answered at most, requests/s",
-            "of the bound",
-            "by the best rival",
-            "p90 at half of ours, ms",
-            "rival's",
+            "model and load",
+            "peak, requests/s",
+            "share of the bound",
+            "best rival's peak, requests/s",
+            "p90 at about half of the peak, ms",
+            "rival's p90, ms",
         ),
         [_line(one) for one in _SETTINGS],
     )
@@ -190,10 +185,10 @@ def tasks() -> str:
     columns = (
         "LSTM",
         "batch",
-        "a task, alone in a launch, µs",
-        "one of several, µs",
-        "cuDNN through JAX, µs",
-        "cuDNN through torch, µs",
+        "task, alone in a launch, µs",
+        "task, one of several, µs",
+        "cuDNN's step through JAX, µs",
+        "through torch, µs",
     )
     return markdown(columns, body)
 
@@ -203,26 +198,24 @@ def _first(values: Any) -> float:
 
 
 def host() -> str:
-    """Return the host's costs, with a device that takes no time; machines of one kind differ."""
+    """Return the host's costs with `_NUM_RUNNING` requests and a device that takes no time."""
     body = []
     for name, document in _CELLS.items():
-        for load in committed_document(f"h200_{document}.json")["results"]["host"]:
-            body.append((name, *_host_line(load)))
+        loads = committed_document(f"h200_{document}.json")["results"]["host"]
+        body += [(name, *_host_line(load)) for load in loads if load["num_running"] == _NUM_RUNNING]
     columns = (
-        "run",
-        "requests there",
-        "cells a launch",
-        "to form it, µs",
-        "to take note of its end, µs",
-        "to enter a request, µs",
-        "requests/s at the most",
+        "LSTM",
+        "cells per launch",
+        "form a launch, µs",
+        "complete it, µs",
+        "submit a request, µs",
+        "most requests/s",
     )
     return markdown(columns, body)
 
 
 def _host_line(load: Mapping[str, float]) -> tuple[str, ...]:
     return (
-        f"{load['num_running']:,}",
         f"{load['cells_per_launch']:,.0f}",
         *(f"{1e6 * load[name]:.0f}" for name in ("form_s", "complete_s")),
         f"{1e6 * load['submit_s']:.1f}",

@@ -28,7 +28,7 @@ from pensieve_lab.workload.structures import europarl_like, treebank_like
 
 _LEVEL_MS: Final = 500.0
 _KEEPS_UP: Final = 0.98  # share of the offered load
-_COLUMNS: Final = ("figure", "of what", "the thesis", "ours", "by construction", "seeds")
+_COLUMNS: Final = ("figure", "quantity", "thesis", "simulated", "by construction")
 _BOTH: Final = (PADDING, PADDING_OLDEST)
 _DIFFERENT, _SAME = "cellular, 512 and 256", "cellular, 256 and 256"
 
@@ -89,7 +89,7 @@ class Sweep:
         """Return the ratio of a series' peak to the baseline's, as text."""
         mine, its = self.peak(series), self.peak(rival)
         if its.is_least:
-            return "not to be told: the rival keeps up"
+            return "unknown: the rival keeps up"
         return f"{'at least ' if mine.is_least else ''}{mine.throughput / its.throughput:.2f} x"
 
     def most(self, series: str) -> float:
@@ -123,10 +123,9 @@ def beside_the_thesis() -> str:
     body: list[tuple[str, ...]] = []
     for figure, make in _ROWS.items():
         try:
-            num_seeds = len(_results(f"cells{figure}")["seeds"])
-            body += [(*line[:4], line[4] if len(line) > 4 else "", str(num_seeds)) for line in make()]
+            body += [(*line[:4], line[4] if len(line) > 4 else "") for line in make()]
         except FileNotFoundError:
-            body.append((figure, "no document yet", "", "", "", ""))
+            body.append((figure, "no document yet", "", "", ""))
     return markdown(_COLUMNS, body)
 
 
@@ -215,18 +214,15 @@ def _chains() -> list[Line]:
 
 def _widths() -> list[Line]:
     widths = [f"width {width}" for width in (1, 10, 40)]
-    lines: list[Line] = []
-    for panel, order in enumerate(("in turn", "oldest first")):
-        sweep = Sweep("cells2.8", panel)
-        first = min(sweep.p90_ms(widths[0]))
-        p90 = ", ".join(f"{sweep.p90_ms(one)[first]:.0f}" for one in widths)
-        loads = ", ".join(str(sweep.peak(one)) for one in widths)
-        what = f"padding {order} by 1, 10 and 40 words: p90 at {first:,.0f} requests/s"
-        lines += [
-            ("2.8", what, "" if panel else "40 is best", f"{p90} ms"),
-            ("2.8", "the same: peak", "" if panel else "1 has the highest peak", loads),
-        ]
-    return lines
+    sweeps = [Sweep("cells2.8", panel) for panel in range(2)]
+    first = min(sweeps[0].p90_ms(widths[0]))
+    p90 = "; ".join(", ".join(f"{sweep.p90_ms(one)[first]:.0f}" for one in widths) for sweep in sweeps)
+    peaks = "; ".join(", ".join(str(sweep.peak(one)) for one in widths) for sweep in sweeps)
+    what = f"padding by 1, 10, 40 words, in turn; oldest first: p90 at {first:,.0f} requests/s"
+    return [
+        ("2.8", what, "40 is best", f"{p90} ms"),
+        ("2.8", "the same: peak", "1 has the highest peak", peaks),
+    ]
 
 
 def _queueing() -> list[Line]:
@@ -248,14 +244,6 @@ def _queueing() -> list[Line]:
             f"{found[PADDING]:.0f} and {found[PADDING_OLDEST]:.0f} ms",
         ),
     ]
-
-
-def _lengths() -> list[Line]:
-    rows = _results("cells2.10")["rows"]
-    thesis = f"{_said('2.10-mean'):g}, {_said('2.10-longest'):g}, {_said('2.10-share'):g}%"
-    share = 100 * rows["share below 100"]
-    ours = f"{rows['mean']:.1f}, {rows['largest']}, {share:.1f}%"
-    return [("2.10", "words: mean, most, sentences below 100", thesis, ours, "drawn so")]
 
 
 def _variance() -> list[Line]:
@@ -291,30 +279,28 @@ def _variance() -> list[Line]:
 
 def _devices() -> list[Line]:
     two, four = Sweep("cells2.13"), Sweep("cells2.13", 1)
-    lower = f"{_said('2.13-lower-least'):g} to {_said('2.13-lower-most'):g}% lower"
     batches = f"{_said('2.13-batches-least'):g} to {_said('2.13-batches-most'):g}%"
     gains = [
         100 * (one.peak(_DIFFERENT).throughput / one.peak(_SAME).throughput - 1)
         for one in (two, four)
         if not one.peak(_SAME).is_least
     ]
-    ours = f"{min(gains):.1f} to {max(gains):.1f}%" if gains else "not to be told: both keep up"
+    ours = f"{min(gains):.1f} to {max(gains):.1f}%" if gains else "unknown: both keep up"
     inputs = _inputs()
     alone = 100 * (inputs.pairs_peak(1, 512) / inputs.pairs_peak(1, 256) - 1)
-    peaks = {
-        count: (f"{_said(f'2.13-peak-{count}'):,.0f}", str(sweep.peak(_DIFFERENT)))
-        for count, sweep in ((2, two), (4, four))
-    }
     return [
-        ("2.13a", "two devices: peak", *peaks[2], f"{inputs.pairs_peak(2, 512):,.0f}"),
-        ("2.13b", "four devices: peak", *peaks[4], f"{inputs.pairs_peak(4, 512):,.0f}"),
+        (
+            *("2.13", "two, four devices: peak"),
+            " and ".join(f"{_said(f'2.13-peak-{count}'):,.0f}" for count in (2, 4)),
+            " and ".join(str(one.peak(_DIFFERENT)) for one in (two, four)),
+            " and ".join(f"{inputs.pairs_peak(count, 512):,.0f}" for count in (2, 4)),
+        ),
         (
             "2.13",
             "peak over padding's, oldest first, on two and four",
             f"{1 + _said('2.13-gain') / 100:.2f} x",
             ", ".join(one.gain_shown(_DIFFERENT, PADDING_OLDEST) for one in (two, four)),
         ),
-        ("2.13", "p90 below half of padding's peak, two devices", lower, two.lower_shown(_DIFFERENT, _BOTH)),
         ("2.13", "peak with batches of 512 and 256 over 256 and 256", batches, ours, f"{alone:.1f}%"),
     ]
 
@@ -328,7 +314,7 @@ def _trees() -> list[Line]:
         ("2.14", "p90 at 1,000 requests/s", f"{_said('2.14-p90'):g} ms", f"{p90[CELLULAR]:.1f} ms"),
         (
             "2.14",
-            "the same, DyNet; merging by agenda and by depth",
+            "the same: DyNet; merging by agenda and by depth",
             f"{_said('2.14-dynet-p90'):g} ms",
             f"{p90[BY_AGENDA]:.1f} and {p90[BY_DEPTH]:.1f} ms",
         ),
@@ -338,7 +324,7 @@ def _trees() -> list[Line]:
         ),
         (
             "2.14",
-            "the same, DyNet; merging by agenda",
+            "the same: DyNet; merging by agenda",
             f"{_said('2.14-dynet-peak'):,.0f}",
             str(sweep.peak(BY_AGENDA)),
         ),
@@ -352,7 +338,7 @@ def _equal_trees() -> list[Line]:
     mine, ideal = sweep.peak(CELLULAR), sweep.peak(IDEAL)
     less = f"{100 * (1 - mine.throughput / ideal.throughput):.0f}%, {mine} against {ideal}"
     if mine.is_least:
-        less = f"not to be told: both keep up, {mine} and {ideal}"
+        less = f"unknown: both keep up, {mine} and {ideal}"
     times = thesis_v100()  # the ideal pays for its cells only
     alone = 100 * (1 - times.cells_s["leaf"][64] / times.task_of("leaf", 64))
     p90 = f"{sweep.p90_ms(CELLULAR)[first]:.1f} ms against {sweep.p90_ms(IDEAL)[first]:.1f}"
@@ -366,7 +352,6 @@ _ROWS: Final[dict[str, Callable[[], list[Line]]]] = {
     "2.7": _chains,
     "2.8": _widths,
     "2.9": _queueing,
-    "2.10": _lengths,
     "2.11": _variance,
     "2.13": _devices,
     "2.14": _trees,
