@@ -32,7 +32,7 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     Derived sizes are multiples of 16. A step of decodes cannot choose its number of tokens, so sizes up to
     `max_num_running` are spaced so that each wastes about the same share of a step's time. Larger steps
     contain prompts and are filled up to a size (`step_limit`), so those sizes double. Fewer than eight sizes
-    are spaced evenly in the logarithm instead. `lab/docs/steps.md` has the cost of padding.
+    are spaced evenly in the logarithm instead. `lab/docs/step_sizes.md` has the cost of padding.
     """
     largest, limit = config.max_num_batched_tokens, config.bucket_limit
     if config.token_buckets is not None:
@@ -101,7 +101,7 @@ def step_limit(
     the tokens that other requests miss; a lower limit would delay those. With `prompt_steps` and decodes, it
     fills a bucket of 256 tokens, or computes 1/prompt_steps of the tokens that others miss if that is more.
     Tokens up to 256 cost almost nothing there, because a step of decodes reads all weights anyway.
-    `lab/docs/steps.md` has the gains of both rules.
+    `lab/docs/step_sizes.md` has the gains of both rules.
 
     The limit is at least the minimum of: all missing tokens; the decodes and one chunk; the largest bucket.
     So the oldest request advances even where it recomputes.

@@ -2,7 +2,7 @@
 
 Owns: what is shown, and when a policy counts as losing.
 Does not know: how the results came about.
-Called by `recorded_traces` and the page `lab/docs/traces.md`.
+Called by `recorded_traces` and the page `lab/docs/recorded_traces.md`.
 """
 
 from __future__ import annotations

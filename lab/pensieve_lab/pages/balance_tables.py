@@ -24,7 +24,9 @@ from pensieve_lab.balance_study.summary import (
 from pensieve_lab.experiments.committed import committed_document
 from pensieve_lab.pages.paper_tables import markdown
 
-_P99S = {"ms a token": ("latency_s", "p99"), "first token": ("first_token_s", "p99")}
+_P99S = {"ms/token": ("latency_s", "p99"), "first token": ("first_token_s", "p99")}
+_CHANGES: Final = {"none": "none", "death, back by its name": "death", "drain": "drain", "join": "join"}
+"""Columns of changes. A replica that returns by another name only moves more turns later."""
 
 
 @lru_cache(maxsize=8)
@@ -71,54 +73,17 @@ def loads() -> str:
                     _ratio(rows_of(runs, load=load, level=level, rule=rule), bases, "latency_s", "p99")
                 )
             body.append(cells)
-    return markdown(["load", "hash, ms a token", *RULES[1:]], body)
-
-
-def details() -> str:
-    """Return all figures of every rule, as means over seeds."""
-    runs, body = with_named(_runs), []
-    for load in _names(runs, "load"):
-        for level in _names(runs, "level"):
-            for rule in RULES:
-                rows = rows_of(runs, load=load, level=level, rule=rule)
-                body.append(
-                    [
-                        f"{load}, {level}",
-                        rule,
-                        f"{mean_of(rows, 'num_turns'):,.0f}",
-                        f"{1e3 * mean_of(rows, 'latency_s', 'p50'):.1f}",
-                        f"{1e3 * mean_of(rows, 'latency_s', 'p99'):,.1f}",
-                        f"{1e3 * mean_of(rows, 'first_token_s', 'p50'):,.0f}",
-                        f"{1e3 * mean_of(rows, 'first_token_s', 'p99'):,.0f}",
-                        f"{1e2 * mean_of(rows, 'recomputed_share'):.1f}%",
-                        f"{1e2 * mean_of(rows, 'moved_share'):.1f}%",
-                        f"{mean_of(rows, 'imbalance'):.2f}",
-                    ]
-                )
-    columns = ["load", "rule", "turns", "ms a token p50", "p99", "first token ms p50", "p99"]
-    return markdown([*columns, "computed again", "moved", "busiest / mean"], body)
+    return markdown(["load", "hash, ms/token", *RULES[1:]], body)
 
 
 def changes() -> str:
-    """Return the minute after a change, compared with the same minute without one."""
+    """Return p99 latencies and recomputation in the minute after a change, or without one."""
     runs, body = _runs("changes"), []
     for load in _names(runs, "load"):
         for rule in _names(rows_of(runs, load=load), "rule"):
-            for kind in _names(runs, "change"):
-                rows = rows_of(runs, load=load, change=kind, rule=rule)
-                body.append([load, rule, kind, *_changed(rows)])
-    columns = ["load", "rule", "change", "p99, ms a token", "first token p99, s", "computed again"]
-    return markdown([*columns, "turns that moved", "sent again"], body)
-
-
-def _changed(rows: list[dict[str, Any]]) -> list[str]:
-    return [
-        f"{1e3 * mean_of(rows, 'after', 'latency_s', 'p99'):,.0f}",
-        f"{mean_of(rows, 'after', 'first_token_s', 'p99'):.2f}",
-        f"{1e2 * mean_of(rows, 'after', 'recomputed_share'):.1f}%",
-        f"{1e2 * mean_of(rows, 'moved_share'):.1f}%",
-        f"{mean_of(rows, 'num_resent'):.0f}",
-    ]
+            found = (rows_of(runs, load=load, change=change, rule=rule) for change in _CHANGES)
+            body.append([load, rule, *(_p99_and_again(rows, "after") for rows in found)])
+    return markdown(["load", "rule", *_CHANGES.values()], body)
 
 
 def fronts() -> str:
@@ -132,9 +97,9 @@ def fronts() -> str:
     return markdown(["fronts, age of loads", *rules], body)
 
 
-def _p99_and_again(rows: list[dict[str, Any]]) -> str:
-    again = 1e2 * mean_of(rows, "recomputed_share")
-    return f"{1e3 * mean_of(rows, 'latency_s', 'p99'):,.0f} ({again:.0f}%)"
+def _p99_and_again(rows: list[dict[str, Any]], *part: str) -> str:
+    again = 1e2 * mean_of(rows, *part, "recomputed_share")
+    return f"{1e3 * mean_of(rows, *part, 'latency_s', 'p99'):,.0f} ({again:.0f}%)"
 
 
 def sizes() -> str:
@@ -155,7 +120,7 @@ def outline() -> str:
     body = [*_beside(_runs("outline"), ""), *_beside(_runs("engine"), ", longer")]
     columns = [
         f"{name}{kind}"
-        for name in ("p50, ms a token", "p99, ms a token", "first token p99, ms", "computed again")
+        for name in ("p50, ms/token", "p99, ms/token", "recomputed")
         for kind in (", engine", ", outline")
     ]
     return markdown(["load", "rule", "turns", *columns], body)
@@ -173,7 +138,6 @@ def _beside(runs: list[dict[str, Any]], suffix: str) -> list[list[str]]:
                     f"{mean_of(pair[0], 'num_turns'):,.0f}",
                     *(f"{1e3 * mean_of(rows, 'latency_s', 'p50'):.1f}" for rows in pair),
                     *(f"{1e3 * mean_of(rows, 'latency_s', 'p99'):,.0f}" for rows in pair),
-                    *(f"{1e3 * mean_of(rows, 'first_token_s', 'p99'):,.0f}" for rows in pair),
                     *(f"{1e2 * mean_of(rows, 'recomputed_share'):.1f}%" for rows in pair),
                 ]
             )
@@ -183,7 +147,6 @@ def _beside(runs: list[dict[str, Any]], suffix: str) -> list[list[str]]:
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "balance-verdict": verdict,
     "balance-loads": loads,
-    "balance-details": details,
     "balance-changes": changes,
     "balance-fronts": fronts,
     "balance-sizes": sizes,

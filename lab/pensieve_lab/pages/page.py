@@ -19,7 +19,7 @@ from typing import Literal
 from pensieve_lab.pages import number_words
 
 WordsIn = Literal["page", "lead", ""]  # where numbers in words count: see `read_page`
-WRITTEN = ("paper_and_we.md", "traces.md", "simulator.md", "cells_figures.md", "balance.md")
+WRITTEN = ("paper_and_we.md", "recorded_traces.md", "simulator_errors.md", "cells_figures.md", "balance.md")
 """Pages of `lab/docs/` with tables that `refresh_pages.py` generates; a test compares them."""
 
 _UNIT = r"[^\W\d_]"

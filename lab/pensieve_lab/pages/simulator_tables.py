@@ -1,4 +1,4 @@
-"""Markdown tables of `lab/docs/simulator.md`, from the documents of `programs.validate_simulator`.
+"""Markdown tables of `lab/docs/simulator_errors.md`, from the documents of `programs.validate_simulator`.
 
 Owns: which points stand together, and in which order.
 Does not know: what is compared, or within which limit.
@@ -19,12 +19,12 @@ _OPT: Final = "opt-13b"
 _LLAMA_70B: Final = "llama2-70b"
 _OPT_66B: Final = "opt-66b"
 _H200: Final = f"h200_{_LLAMA}"
-_KINDS: Final = ("new", "knee", "fitted", "older")
+_GROUPS: Final = {"new": ("new", "knee"), "fitted": ("fitted",), "older": ("older",)}
+"""Kinds of points by table, in the order of the page."""
 _BUCKETS: Final = (128, 256, 512, 1024, 2048)
-_SHARES: Final = (  # figures whose relative errors are shown, with the columns' names
-    *(("mean", "ms/token mean"), ("p50", "ms/token p50"), ("p90", "ms/token p90"), ("p99", "ms/token p99")),
-    *(("first token, mean", "ttft ms mean"), ("p99", "ttft ms p99"), ("requests/s", "requests/s")),
-    *(("gpu hits", "gpu hits"), ("cpu hits", "cpu hits")),
+_SHARES: Final = (  # figures whose errors are shown, with the columns' names
+    *(("mean, %", "ms/token mean"), ("p99, %", "ms/token p99"), ("first token, mean, %", "ttft ms mean")),
+    ("device hits, points", "gpu hits"),
 )
 
 type _Point = dict[str, Any]
@@ -39,10 +39,10 @@ def _kind(point: _Point) -> str:
     return "new" if point["launches"] == "jaxlib" else "older"
 
 
-def _points(document: str, kind: str | None) -> list[_Point]:
-    """Return the points of `results/validation_DOCUMENT.json`, of one kind or of all."""
+def _points(document: str, group: str | None) -> list[_Point]:
+    """Return the points of `results/validation_DOCUMENT.json`, of one group or all of them."""
     found = committed_document(f"validation_{document}.json")["results"]["points"]
-    chosen = (one for one in found if kind is None or _kind(one) == kind)
+    chosen = (one for one in found if group is None or _kind(one) in _GROUPS[group])
     return sorted(chosen, key=lambda one: (str(one["document"]), one["rate"]))
 
 
@@ -62,35 +62,33 @@ def _percent(point: _Point, figure: str) -> str:
     return "" if difference is None else f"{100 * difference:+.1f}"
 
 
-def _latencies(document: str, kind: str | None, model: str) -> str:
+def _latencies(document: str, group: str | None, model: str) -> str:
     rows = []
-    for point in _points(document, kind):
-        latency = _compared(point, "ms/token mean")
-        times = (f"{latency['measured']:.1f}", f"{latency['simulated']:.1f}")
+    for point in _points(document, group):
+        measured = _compared(point, "ms/token mean")["measured"]
         errors = (_percent(point, figure) for _, figure in _SHARES)
-        rows.append([_name(point, model), f"{point['rate']:g}", *times, *errors])
-    columns = ["", "conversations/s", "ms a token, measured", "simulated", *(name for name, _ in _SHARES)]
+        rows.append([_name(point, model), f"{point['rate']:g}", f"{measured:.1f}", *errors])
+    columns = ["run", "conversations/s", "ms/token, measured", *(name for name, _ in _SHARES)]
     return markdown(columns, rows)
 
 
 def _steps() -> str:
-    rows = []
-    for point in (one for kind in _KINDS for one in _points(_H200, kind)):
-        host, steps = _compared(point, "host ms/step"), _compared(point, "steps")
-        rows.append(
-            [
-                _name(point, _LLAMA),
-                *(_percent(point, f"ms/step of {bucket}") for bucket in _BUCKETS),
-                *(f"{host['measured']:.1f}", f"{host['simulated']:.1f}"),
-                *(f"{steps['measured']:,.0f}", _percent(point, "steps")),
-            ]
-        )
-    columns = ["", *map(str, _BUCKETS), "host ms a step, measured", "simulated", "steps, measured", "off"]
-    return markdown(columns, rows)
+    """Return the range of errors of the mean step times, by bucket and group."""
+    rows = [
+        [f"{bucket:,}", *(_range(_points(_H200, group), f"ms/step of {bucket}") for group in _GROUPS)]
+        for bucket in _BUCKETS
+    ]
+    return markdown(["bucket, tokens", "not fitted, %", "fitted, %", "older runs, %"], rows)
+
+
+def _range(points: list[_Point], figure: str) -> str:
+    differences = [100 * _compared(point, figure)["difference"] for point in points]
+    return f"{min(differences):+.1f} to {max(differences):+.1f}"
 
 
 TABLES: Final[dict[str, Callable[[], str]]] = {
-    **{f"validation-{kind}": partial(_latencies, _H200, kind, _LLAMA) for kind in _KINDS},
+    "validation-new": partial(_latencies, _H200, "new", _LLAMA),
+    "validation-older": partial(_latencies, _H200, "older", _LLAMA),
     "validation-opt": partial(_latencies, f"h200_{_OPT}", "new", _OPT),
     "validation-kv": partial(_latencies, f"{_H200}_kv", None, _LLAMA),
     "validation-h100": partial(_latencies, f"h100_{_LLAMA}", None, _LLAMA),

@@ -1,4 +1,4 @@
-"""Markdown tables of `lab/docs/traces.md`, from the documents of two experiments.
+"""Markdown tables of `lab/docs/recorded_traces.md`, from the documents of two experiments.
 
 Owns: the names of the tables.
 Does not know: their content (`experiments.trace_tables`, `experiments.oracle`).
@@ -14,23 +14,29 @@ from typing import Any, Final
 from pensieve_lab.experiments.committed import committed_document
 from pensieve_lab.experiments.oracle import table_of
 from pensieve_lab.experiments.settings import Table
-from pensieve_lab.experiments.trace_tables import tables
+from pensieve_lab.experiments.trace_tables import TIERS, tables
 from pensieve_lab.pages.paper_tables import markdown
 
-_NAMES: Final = ("served", "returns", "recompute", "ratios", "latency-ratios", "latencies", "losses")
+_NAMES: Final = ("served", "returns", "recompute", "ratios", "latency-ratios")
+"""The first tables of an experiment's report; the page does without the others."""
+_NOT_ON_PAGE: Final = frozenset({"conversation", "trailing"})  # columns; the picture shows these orders
 
 
 def made_of(results: Mapping[str, Any]) -> dict[str, str]:
-    """Return all tables by name."""
-    return {f"traces-{name}": _markdown(one) for name, one in zip(_NAMES, tables(results), strict=True)}
+    """Return the page's tables by name."""
+    return {f"traces-{name}": _markdown(one) for name, one in zip(_NAMES, tables(results), strict=False)}
 
 
 def _markdown(one: Table) -> str:
-    return markdown(one.columns, [[_cell(value) for value in row] for row in one.rows])
+    shown = [number for number, column in enumerate(one.columns) if column not in _NOT_ON_PAGE]
+    return markdown(
+        [one.columns[number] for number in shown],
+        [[_cell(row[number]) for number in shown] for row in one.rows],
+    )
 
 
 def _cell(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value).removesuffix(f", {TIERS}")
 
 
 @lru_cache(maxsize=1)
