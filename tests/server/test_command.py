@@ -34,8 +34,8 @@ def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
                 # The drain waits for a body that does not arrive.
                 client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
                 process.terminate()
-                while "ending" not in process.stderr.readline():
-                    pass
+                lines = iter(process.stderr.readline, "")
+                assert any('"draining: ' in line for line in lines), "it ended without a drain"
                 process.terminate()
                 assert process.wait(TIMEOUT_S) == EXIT_AT_ONCE
             assert list(tmp_path.iterdir()) == [], "the private history is still there"
