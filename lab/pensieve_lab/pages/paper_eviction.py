@@ -60,19 +60,6 @@ def beside_lru() -> list[LruComparison]:
     return found
 
 
-def policies() -> str:
-    """Return recompute shares of every policy."""
-    places = _by_place()
-    names = list(next(iter(places.values())))
-    return markdown(
-        ["", *names],
-        [
-            [_place(panel, x), *(f"{by_policy[name]['recompute_share']:.3f}" for name in names)]
-            for (panel, x), by_policy in places.items()
-        ],
-    )
-
-
 def retention_over() -> str:
     """Return retention over every other policy, with the range of seeds."""
     compared = document("fig14")["retention_over"]
@@ -105,38 +92,9 @@ def against_lru() -> str:
     return markdown(["", "CPU hits, points", "tokens recomputed", "seconds recomputed"], body)
 
 
-_DATASET_ROWS = {
-    "mean_turns": ("turns, mean", 2, 1.0),
-    "many_turns_share": ("of at least 5 turns", 1, 100.0),
-    "mean_context_tokens": ("tokens of a whole conversation, mean", 0, 1.0),
-    "p50_context_tokens": ("the same, p50", 0, 1.0),
-    "p90_context_tokens": ("the same, p90", 0, 1.0),
-    "over_cap_share": ("above 16,384 tokens, if not cut", 2, 100.0),
-}
-
-
 def conversations_of(shape: str, name: str) -> tuple[float, float, float]:
     """Return mean and range over seeds of a generated dataset's figure."""
     made = committed_document("sim_thesis3.10.json")["results"]["made"][shape]
     found = spread([one[name] for one in made.values()])
     assert found is not None
     return found
-
-
-def conversations() -> str:
-    """Return the numbers behind Figures 3.10 and 3.11 of the thesis."""
-    [many, mean], [over] = claims_of("3.10"), claims_of("3.11")
-    said = {
-        "mean_turns": f"{mean.value:g}",
-        "many_turns_share": f"{many.value:g}%",
-        "over_cap_share": f"{over.value:g}%",
-    }
-    body = []
-    for name, (words, digits, factor) in _DATASET_ROWS.items():
-        unit = "%" if factor == 100.0 else ""
-        cells = []
-        for shape in ("sharegpt", "ultrachat"):
-            low, high = (factor * value for value in conversations_of(shape, name)[1:])
-            cells.append(f"{low:,.{digits}f}-{high:,.{digits}f}{unit}")
-        body.append([words, said.get(name, ""), *cells])
-    return markdown(["", "ShareGPT, the thesis", "ShareGPT-like, ours", "UltraChat-like, ours"], body)
