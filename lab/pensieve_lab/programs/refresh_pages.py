@@ -39,7 +39,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "fig10": lambda: paper_tables.throughputs({f"fig10{part}": (f"10{part}",) for part in "abcd"}),
     "kernels": paper_tables.kernels,
-    "retention-over": paper_eviction.retention_over,
     "against-lru": paper_eviction.against_lru,
     "think-times": paper_tables.think_times,
     "long-warm-up": paper_tables.long_warm_up,
