@@ -36,10 +36,10 @@ def test_refuses_a_table_that_there_is_none_of(pages):
 
 def test_check_writes_nothing_and_fails(pages, launch, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("<!-- table chunks -->\n<!-- end -->\nwords\n")
+    page.write_text("<!-- table kernels -->\n<!-- end -->\nwords\n")
     monkeypatch.setattr(load("refresh_pages"), "PAGES", (page,))
     assert launch("refresh_pages", shared_llm=False, check="true") == 1
-    assert page.read_text() == "<!-- table chunks -->\n<!-- end -->\nwords\n"
+    assert page.read_text() == "<!-- table kernels -->\n<!-- end -->\nwords\n"
     assert launch("refresh_pages", shared_llm=False) == 0
     assert page.read_text().endswith("<!-- end -->\nwords\n") and "| 4,096 |" in page.read_text()
     assert launch("refresh_pages", shared_llm=False, check="true") == 0

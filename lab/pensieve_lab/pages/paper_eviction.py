@@ -24,13 +24,13 @@ class LruComparison(NamedTuple):
       place: description.
       points: difference of CPU hit rates in percentage points.
       tokens: recomputed tokens as a share of history, over LRU's, minus one.
-      seconds: recompute seconds over LRU's, minus one.
+      seconds: recompute seconds over LRU's, as mean and range over seeds.
     """
 
     place: str
     points: float
     tokens: float
-    seconds: float
+    seconds: str
 
 
 def _place(panel: str, x: float) -> str:
@@ -46,6 +46,11 @@ def _by_place() -> dict[tuple[str, float], dict[str, dict[str, Any]]]:
 
 def beside_lru() -> list[LruComparison]:
     """Return the paper's comparison at every place."""
+    over = {
+        (one["panel"], one["x"]): f"{one['mean']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
+        for one in document("fig14")["retention_over"]
+        if one["policy"] == "lru"
+    }
     found = []
     for (panel, x), policies in _by_place().items():
         retention, lru = policies["retention"], policies["lru"]
@@ -54,40 +59,10 @@ def beside_lru() -> list[LruComparison]:
                 _place(panel, x),
                 100 * (retention["cpu_hit_rate"] - lru["cpu_hit_rate"]),
                 (1 - retention["found_rate"]) / (1 - lru["found_rate"]) - 1,
-                retention["recompute_share"] / lru["recompute_share"] - 1,
+                over[panel, x],
             )
         )
     return found
-
-
-def policies() -> str:
-    """Return recompute shares of every policy."""
-    places = _by_place()
-    names = list(next(iter(places.values())))
-    return markdown(
-        ["", *names],
-        [
-            [_place(panel, x), *(f"{by_policy[name]['recompute_share']:.3f}" for name in names)]
-            for (panel, x), by_policy in places.items()
-        ],
-    )
-
-
-def retention_over() -> str:
-    """Return retention over every other policy, with the range of seeds."""
-    compared = document("fig14")["retention_over"]
-    others = list(dict.fromkeys(one["policy"] for one in compared))
-    ratios = {
-        (one["panel"], one["x"], one["policy"]): f"{one['mean']:.2f} ({one['low']:.2f}-{one['high']:.2f})"
-        for one in compared
-    }
-    return markdown(
-        ["", *(f"over {name}" for name in others)],
-        [
-            [_place(panel, x), *(ratios.get((panel, x, name), "") for name in others)]
-            for panel, x in dict.fromkeys((one["panel"], one["x"]) for one in compared)
-        ],
-    )
 
 
 def against_lru() -> str:
@@ -98,21 +73,11 @@ def against_lru() -> str:
     body = [
         ["the paper, at best", f"+{hits:g}", f"-{tokens:g}%", ""],
         *(
-            [one.place, f"{one.points:+.1f}", f"{100 * one.tokens:+.1f}%", f"{100 * one.seconds:+.1f}%"]
+            [one.place, f"{one.points:+.1f}", f"{100 * one.tokens:+.1f}%", one.seconds]
             for one in beside_lru()
         ),
     ]
-    return markdown(["", "CPU hits, points", "tokens recomputed", "seconds recomputed"], body)
-
-
-_DATASET_ROWS = {
-    "mean_turns": ("turns, mean", 2, 1.0),
-    "many_turns_share": ("of at least 5 turns", 1, 100.0),
-    "mean_context_tokens": ("tokens of a whole conversation, mean", 0, 1.0),
-    "p50_context_tokens": ("the same, p50", 0, 1.0),
-    "p90_context_tokens": ("the same, p90", 0, 1.0),
-    "over_cap_share": ("above 16,384 tokens, if not cut", 2, 100.0),
-}
+    return markdown(["", "CPU hits, points", "tokens recomputed", "seconds, of LRU's"], body)
 
 
 def conversations_of(shape: str, name: str) -> tuple[float, float, float]:
@@ -121,22 +86,3 @@ def conversations_of(shape: str, name: str) -> tuple[float, float, float]:
     found = spread([one[name] for one in made.values()])
     assert found is not None
     return found
-
-
-def conversations() -> str:
-    """Return the numbers behind Figures 3.10 and 3.11 of the thesis."""
-    [many, mean], [over] = claims_of("3.10"), claims_of("3.11")
-    said = {
-        "mean_turns": f"{mean.value:g}",
-        "many_turns_share": f"{many.value:g}%",
-        "over_cap_share": f"{over.value:g}%",
-    }
-    body = []
-    for name, (words, digits, factor) in _DATASET_ROWS.items():
-        unit = "%" if factor == 100.0 else ""
-        cells = []
-        for shape in ("sharegpt", "ultrachat"):
-            low, high = (factor * value for value in conversations_of(shape, name)[1:])
-            cells.append(f"{low:,.{digits}f}-{high:,.{digits}f}{unit}")
-        body.append([words, said.get(name, ""), *cells])
-    return markdown(["", "ShareGPT, the thesis", "ShareGPT-like, ours", "UltraChat-like, ours"], body)

@@ -21,13 +21,11 @@ from pensieve_lab.pages.paper_tables import (
     crossing_history,
     document,
     markdown,
-    num_seeds,
     panels_of,
     range_of,
 )
 
-_SIMULATED = "simulated, A100"
-_COLUMNS = ("figure", "condition", "the paper", "ours", "how")
+_COLUMNS = ("figure", "condition", "the paper", "ours")
 _SWEEPS = {
     "10a": ("fig10a", 0, "OPT-13B, ShareGPT"),
     "10b": ("fig10b", 0, "Llama-2-13B, ShareGPT"),
@@ -50,7 +48,7 @@ def summary() -> str:
         try:
             lines = make()
         except FileNotFoundError:
-            lines = (figure, "no document yet", "", "", "")
+            lines = (figure, "no document yet", "", "")
         body += lines if isinstance(lines, list) else [lines]
     return markdown(_COLUMNS, body)
 
@@ -66,7 +64,7 @@ def _history() -> Line:
         for model, words in MODEL_WORDS.items()
     )
     condition = "32 requests, prompts of 32: the history's prefill outweighs 200 steps"
-    return ("3", condition, "as the history grows; no number in the text", ours, _SIMULATED)
+    return ("3", condition, "as the history grows; no number in the text", ours)
 
 
 def _chunk() -> Line:
@@ -78,7 +76,7 @@ def _chunk() -> Line:
         for model, words in MODEL_WORDS.items()
     )
     condition = "attention over everything else, at 4K / 8K / 16K"
-    return ("4", condition, f"{paper} (read off by others)", ours, _SIMULATED)
+    return ("4", condition, f"{paper} (read off by others)", ours)
 
 
 def _sweep(figure: str) -> Line:
@@ -94,8 +92,8 @@ def _sweep(figure: str) -> Line:
     paper = ", ".join(f"{_ratio(each):.2f} x {each.over}" for each in claims)
     without = "" if claims[0].level_ms else " (the thesis names no level)"
     name = figure if claims[0].source == "pensieve" else f"thesis {figure}"
-    ours = f"{range_of(one['ratio_by_seed'])} x no state, {num_seeds(results)}"
-    return (name, f"{condition}, {level_ms:g} ms a token{without}", paper, ours, _SIMULATED)
+    ours = f"{range_of(one['ratio_by_seed'])} x no state"
+    return (name, f"{condition}, {level_ms:g} ms/token{without}", paper, ours)
 
 
 def _ratio(one: Claim) -> float:
@@ -106,11 +104,10 @@ def _kernel() -> Line:
     by_kernel = times_us()[4096]
     ours, contiguous = by_kernel["pallas_mosaic_gpu"], by_kernel["torch_cudnn"]
     flash = by_kernel[BEST_FLASH]
-    words = (
-        f"{ours / contiguous:.2f} of cuDNN's time there, {ours / flash:.2f} of FlashAttention-3's on pages"
-    )
+    of_flash = f"{ours / flash:.2f} of FlashAttention-3's on pages"
+    words = f"{ours / contiguous:.2f} of cuDNN's time there, {of_flash} (measured, H200)"
     condition = "32 x 8 queries on pages, contexts of 4,096"
-    return ("12", condition, "slightly faster than contiguous keys", words, "measured, H200")
+    return ("12", condition, "slightly faster than contiguous keys", words)
 
 
 def _unified() -> list[Line]:
@@ -118,10 +115,9 @@ def _unified() -> list[Line]:
     return [
         (
             "13" if of_paper else "as 13, ours",
-            f"{panel}, {1e3 * one['level_s']:g} ms a token",
+            f"{panel}, {1e3 * one['level_s']:g} ms/token",
             "unified serves more (no number in the text)" if of_paper else "not shown",
-            f"{range_of(one['ratio_by_seed'])} x phases apart, {num_seeds(results)}",
-            _SIMULATED,
+            f"{range_of(one['ratio_by_seed'])} x phases apart",
         )
         for panel in panels_of(results)
         for one in [at_level(results, "pensieve", panel)]
@@ -137,11 +133,11 @@ def _eviction() -> list[Line]:
     return [
         (
             "14", "OPT-13B, ShareGPT: retention against LRU, CPU hits",
-            f"up to {hits:g} points more", f"at best {points:+.1f} points", _SIMULATED,
+            f"up to {hits:g} points more", f"at best {points:+.1f} points",
         ),
         (
             "14", "the same, recomputed tokens",
-            f"up to {tokens:g}% fewer", f"{100 * fewest:+.1f}% to {100 * most:+.1f}%", _SIMULATED,
+            f"up to {tokens:g}% fewer", f"{100 * fewest:+.1f}% to {100 * most:+.1f}%",
         ),
     ]  # fmt: skip
 
@@ -152,8 +148,8 @@ def _think(figure: str, think_s: float) -> Line:
         each for each in results["at_level"] if (each["system"], each["think_s"]) == ("pensieve", think_s)
     ]
     said = "ahead of vLLM" if figure == "15" else f"around {_ratio(claim('thesis-3.16')):.2f} x vLLM"
-    condition = f"Llama-2-13B, ShareGPT, users think for {think_s:g} s, {1e3 * one['level_s']:g} ms a token"
-    ours = f"{range_of(one['ratio_by_seed'])} x no state, {num_seeds(results)}"
+    condition = f"Llama-2-13B, ShareGPT, users think for {think_s:g} s, {1e3 * one['level_s']:g} ms/token"
+    ours = f"{range_of(one['ratio_by_seed'])} x no state"
     if (
         figure != "15"
         # warmed up for four think times of 120 s; compared with the stateless system at the shortest and the
@@ -162,20 +158,20 @@ def _think(figure: str, think_s: float) -> Line:
         other = at_level(document("fig10b"), "stateless")["requests_per_s_by_seed"]
         shorter = range_of(ratios(one["requests_per_s_by_seed"], other))
         longer = range_of(one["ratio_by_seed"])
-        ours = f"{shorter} x no state after 240 s, {longer} x after 2,400 s, {num_seeds(results)}"
-    return (figure if figure == "15" else f"thesis {figure}", condition, said, ours, _SIMULATED)
+        ours = f"{shorter} x no state after 240 s, {longer} x after 2,400 s"
+    return (figure if figure == "15" else f"thesis {figure}", condition, said, ours)
 
 
 def _many_turns() -> Line:
     share = 100 * conversations_of("sharegpt", "many_turns_share")[0]
     said = f"{claim('thesis-3.10-share').value:g}%"
-    return ("thesis 3.10", "ShareGPT, conversations of at least 5 turns", said, f"{share:.1f}%", "made")
+    return ("thesis 3.10", "ShareGPT, conversations of at least 5 turns", said, f"{share:.1f}%")
 
 
 def _over_cap() -> Line:
     share = 100 * conversations_of("sharegpt", "over_cap_share")[0]
     said = f"{claim('thesis-3.11-dropped').value:g}%, dropped"
-    return ("thesis 3.11", "ShareGPT, above 16,384 tokens", said, f"{share:.2f}%, cut", "made")
+    return ("thesis 3.11", "ShareGPT, above 16,384 tokens", said, f"{share:.2f}%, cut")
 
 
 _ROWS: dict[str, Callable[[], Line | list[Line]]] = {

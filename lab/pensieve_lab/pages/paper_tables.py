@@ -11,17 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pensieve_lab.common.crossing import crossing_at
-from pensieve_lab.experiments.claims import claims_of
 from pensieve_lab.experiments.committed import committed_document
 from pensieve_lab.experiments.kernels import NAMES, times_us
-from pensieve_lab.experiments.levels import BySeed, ratios, reached
+from pensieve_lab.experiments.levels import BySeed, reached
 from pensieve_lab.experiments.seeds import spread
 
 SYSTEMS = ("pensieve", "pensieve-gpu", "stateless")
 MODEL_WORDS = {"opt-13b": "OPT-13B", "llama2-13b-gqa10": "Llama-2-13B"}
-_HISTORIES = (1024, 4096, 16_384)
-_PROMPT = 32
-_CONTEXTS = (32, 1024, 4096, 8192, 16_384)
 
 
 def markdown(columns: Sequence[str], body: Iterable[Sequence[object]]) -> str:
@@ -68,12 +64,6 @@ def panels_of(results: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(one["panel"] for one in results["at_level"]))
 
 
-def num_seeds(results: Mapping[str, Any]) -> str:
-    """Return the number of seeds as text."""
-    count = len(results["seeds"])
-    return f"{count} seed{'s' if count > 1 else ''}"
-
-
 def crossing_history(device: str, model: str, prompt: int) -> float | None:
     """Return the history length from which recomputing it takes longer than generating the reply."""
     turns = [
@@ -86,52 +76,6 @@ def crossing_history(device: str, model: str, prompt: int) -> float | None:
     )
 
 
-def histories() -> str:
-    """Return Figure 3 for the caption's prompt."""
-    body = []
-    for turn in document("fig3")["turns"]:
-        if turn["prompt_tokens"] == _PROMPT and turn["history_tokens"] in _HISTORIES:
-            stateless_s, stateful_s = turn["stateless_prefill_s"], turn["stateful_prefill_s"]
-            share = (stateless_s - stateful_s) / (stateless_s + turn["generation_s"])
-            seconds = (stateless_s, turn["generation_s"], stateful_s)
-            body.append(
-                [
-                    MODEL_WORDS[turn["model"]],
-                    f"{turn['history_tokens']:,}",
-                    *(f"{one:.1f}" for one in seconds[:2]),
-                    f"{seconds[2]:.2f}",
-                    f"{100 * share:.0f}%",
-                ]
-            )
-    columns = (
-        "",
-        "history",
-        "prompt and history",
-        "200 steps",
-        "prompt alone",
-        "of a stateless turn, history",
-    )
-    return markdown(columns, body)
-
-
-def history_crossings() -> str:
-    """Return the crossings of Figure 3's curves."""
-    return markdown(
-        ["", *(f"{words}, prompt of {prompt}" for words in MODEL_WORDS.values() for prompt in (32, 200))],
-        [
-            [
-                device.upper(),
-                *(
-                    "-" if (found := crossing_history(device, model, prompt)) is None else f"{found:,.0f}"
-                    for model in MODEL_WORDS
-                    for prompt in (32, 200)
-                ),
-            ]
-            for device in ("a100", "h200")
-        ],
-    )
-
-
 def chunk_ratios() -> dict[str, dict[int, float]]:
     """Return Figure 4's ratio of attention to the rest, by curve and context."""
     curves = {**document("fig4", "h200")["curves"], **document("fig4")["curves"]}
@@ -139,25 +83,6 @@ def chunk_ratios() -> dict[str, dict[int, float]]:
         name: {point["context_len"]: point["attention_s"] / point["rest_s"] for point in points}
         for name, points in curves.items()
     }
-
-
-def chunks() -> str:
-    """Return Figure 4 with the paper's ratios."""
-    paper = {claim.context_tokens: claim.value for claim in claims_of("4")}
-    ratios = chunk_ratios()
-    names = ("a100_opt-13b", "a100_llama2-13b-gqa10", "measured: h200_llama2-13b-gqa10")
-    words = ("OPT-13B, A100, simulated", "Llama-2-13B, A100, simulated", "Llama-2-13B, H200, measured")
-    return markdown(
-        ["context", "the paper", *words],
-        [
-            [
-                f"{context:,}",
-                f"{paper[context]:.2f}" if context in paper else "",
-                *(f"{ratios[name][context]:.2f}" if context in ratios[name] else "" for name in names),
-            ]
-            for context in _CONTEXTS
-        ],
-    )
 
 
 def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
@@ -169,15 +94,11 @@ def throughputs(experiments: Mapping[str, Sequence[str]]) -> str:
             levels = [at_level(results, system, panel) for system in SYSTEMS]
             body.append(
                 [
-                    f"{figure} {panel.removesuffix(', 5 turns or more')}",
-                    f"{1e3 * levels[0]['level_s']:g} ms",
+                    f"{figure} {panel}",
                     *(range_of(one["requests_per_s_by_seed"]) for one in levels),
-                    range_of(levels[0]["ratio_by_seed"]),
-                    num_seeds(results),
                 ]
             )
-    columns = ("level", "both tiers", "device alone", "no state", "both tiers / no state", "")
-    return markdown(["", *columns], body)
+    return markdown(["requests/s at the level", "both tiers", "device alone", "no state"], body)
 
 
 def kernels() -> str:
@@ -192,40 +113,6 @@ def kernels() -> str:
             for context, by_kernel in times_us().items()
         ],
     )
-
-
-def unified() -> str:
-    """Return Figure 13's throughput at the level."""
-    results, body = document("fig13"), []
-    for panel in panels_of(results):
-        both, apart = at_level(results, "pensieve", panel), at_level(results, "not unified", panel)
-        body.append(
-            [
-                panel,
-                f"{1e3 * both['level_s']:g} ms",
-                *(range_of(one["requests_per_s_by_seed"]) for one in (both, apart)),
-                range_of(both["ratio_by_seed"]),
-            ]
-        )
-    return markdown(["", "level", "unified, requests/s", "apart, requests/s", "unified / apart"], body)
-
-
-def unified_latencies() -> str:
-    """Return Figure 13's latency at loads below the level."""
-    results, body = document("fig13"), []
-    for panel in panels_of(results):
-        level_s = at_level(results, "pensieve", panel)["level_s"]
-        latency_s = {
-            (point["series"], point["x"]): point["normalized_latency_s"]["mean"]
-            for point in results["points"]
-            if point["panel"] == panel
-        }
-        for series, rate in latency_s:
-            unified_s, apart_s = latency_s["pensieve", rate], latency_s["not unified", rate]
-            if series == "pensieve" and max(unified_s, apart_s) <= level_s:
-                less = f"{100 * (1 - unified_s / apart_s):.0f}%"
-                body.append([panel, f"{rate:g}", f"{1e3 * unified_s:.0f}", f"{1e3 * apart_s:.0f}", less])
-    return markdown(["", "conversations/s", "unified, ms a token", "apart", "less"], body)
 
 
 def long_warm_up() -> str:
@@ -273,9 +160,6 @@ def _span_ms(by_seed: Mapping[str, float], seeds: Iterable[str]) -> str:
     return f"{min(values):,.0f} to {max(values):,.0f}"
 
 
-_SOON_THINK_S = 120  # the longest think time whose warm-up, four times that, is nearer to 240 s than to 2,400
-
-
 def think_times() -> str:
     """Return Figure 15, which includes the thesis's 3.16."""
     results = document("fig15")
@@ -295,16 +179,14 @@ def think_times() -> str:
         ]
         return range_of(values[0]) if values else ""
 
-    soon = at_level(document("fig10b"), "stateless")["requests_per_s_by_seed"]
-    over_soon = "both tiers / no state of Figure 10b, after 240 s"
     over_late = "both tiers / no state of 600 s, after 2,400 s"
+    hit_rate = f"cache hit rate at {results['shown_rate_per_s']:g} conversations/s"
     return markdown(
-        ["think time", "both tiers", "no state", over_soon, over_late, f"found, at {shown}"],
+        ["think time", "both tiers", "no state", over_late, hit_rate],
         [
             [
                 f"{think_s:g} s",
                 *(cell(system, think_s) for system in ("pensieve", "stateless")),
-                range_of(ratios(one["requests_per_s_by_seed"], soon)) if think_s <= _SOON_THINK_S else "",
                 range_of(one["ratio_by_seed"]),
                 f"{100 * found[think_s]:.0f}%",
             ]

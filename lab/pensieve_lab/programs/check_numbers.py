@@ -56,7 +56,10 @@ UNCHECKED = "unchecked.toml"
 SUMMARY_ONLY = "summary_only.toml"
 DOCUMENTS = "documents.toml"
 README = "README.md"
-IN_WORDS = (README, "lab/docs/evaluation.md", "lab/docs/paper_and_we.md")
+IN_WORDS = (
+    README,
+    *(f"lab/docs/{page}.md" for page in ("beside_vllm", "evaluation", "paper_and_we", "several_gpus")),
+)
 """Pages on which written-out numbers are figures everywhere; on others only before the second heading."""
 _WHAT_TO_DO = (
     "A wrong digit: correct the page. A new figure: --propose=PAGE drafts an entry for lab/sources. "
