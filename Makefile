@@ -32,8 +32,9 @@ serve: $(STAMP)
 	$(BIN)/pensieve serve --history=chats.sqlite
 
 # A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of
-# `conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end.
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# `conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end. A
+# process that ends ends the run: another in its place would wait without end for tests of the last file.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # Most programs of tests run a few times: here they are compiled fast. XLA optimises little; its older emitters write
 # a fused loop as LLVM's code directly, where the newer ones take it through MLIR, a context and a pipeline of passes
