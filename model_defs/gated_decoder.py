@@ -9,10 +9,10 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from model_defs.all_reduce import Summand, finish_sum
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
-from model_defs.device_sums import Summand, finish_sum
 from model_defs.errors import UnsupportedModelError
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm
 from model_defs.rope import cos_sin, inverse_frequencies, rotate

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs import small_batch_matmul
+from model_defs.all_reduce import PartialSums, Summand, current_all_reduce, finish_sum
 from model_defs.config import ModelConfig
-from model_defs.device_sums import PartialSums, Summand, current_all_reduce, finish_sum
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, NormSpec, add_and_norm, choose_backend

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from model_defs.all_reduce import Summand, finish_sum
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.decoder import Decoder
-from model_defs.device_sums import Summand, finish_sum
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import boolean, choice, common_fields, integer, number

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, GraphBuilder, RecurrentCell, State, field
+from model_defs.recurrent.layers import RecurrentEmbedding, RecurrentLinear, lstm_recipes, lstm_step
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
-from model_defs.recurrent.parts import RecurrentEmbedding, RecurrentLinear, lstm_recipes, lstm_step
 from model_defs.recurrent.requests import check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.tensor_recipes import table

@@ -25,9 +25,9 @@ from model_defs.config import read_json
 from model_defs.errors import CheckpointError
 from model_defs.parameters import named_parameters
 from model_defs.recurrent.cells import Arrays, GraphBuilder, RecurrentCell, State, field
+from model_defs.recurrent.layers import RecurrentEmbedding, best, declare, project
 from model_defs.recurrent.mamba_config import MambaConfig, mamba_recipes, parse_mamba
 from model_defs.recurrent.model import RecurrentModel
-from model_defs.recurrent.parts import RecurrentEmbedding, best, declare, project
 from model_defs.recurrent.requests import check_count, check_id, check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors
 

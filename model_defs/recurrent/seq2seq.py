@@ -19,8 +19,7 @@ from flax import nnx
 
 from model_defs.errors import UnsupportedModelError
 from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, GraphBuilder, RecurrentCell, State, field
-from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
-from model_defs.recurrent.parts import (
+from model_defs.recurrent.layers import (
     RecurrentEmbedding,
     RecurrentLinear,
     best,
@@ -28,6 +27,7 @@ from model_defs.recurrent.parts import (
     lstm_recipes,
     lstm_step,
 )
+from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
 from model_defs.recurrent.requests import check_count, check_id, check_ids, check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.tensor_recipes import Recipe, table

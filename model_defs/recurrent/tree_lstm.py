@@ -20,8 +20,8 @@ import numpy as np
 from flax import nnx
 
 from model_defs.recurrent.cells import DEFAULT_MAX_BATCH, Arrays, GraphBuilder, RecurrentCell, State, field
+from model_defs.recurrent.layers import RecurrentEmbedding, RecurrentLinear, best, linear_recipes
 from model_defs.recurrent.model import RecurrentConfig, RecurrentModel
-from model_defs.recurrent.parts import RecurrentEmbedding, RecurrentLinear, best, linear_recipes
 from model_defs.recurrent.requests import check_requests
 from model_defs.recurrent.tensors import TensorSource, open_tensors, size_of
 from model_defs.recurrent.tree import BinaryTree, from_arrays, from_pairs

@@ -18,7 +18,7 @@ from pensieve_jax.cellular.errors import (
     UnfoldError,
 )
 from pensieve_jax.cellular.graph import Graph
-from pensieve_jax.cellular.pieces import NO_NODE
+from pensieve_jax.cellular.graph_batch import NO_NODE
 from pensieve_jax.cellular.request import CellOutput, CellRequest
 
 if TYPE_CHECKING:

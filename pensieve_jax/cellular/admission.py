@@ -15,8 +15,8 @@ from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import CapacityError, UnfoldError
 from pensieve_jax.cellular.graph import Graph
+from pensieve_jax.cellular.graph_columns import GraphColumns
 from pensieve_jax.cellular.partition import partition
-from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_jax.cellular.ready_queue import IntFifo
 from pensieve_jax.cellular.rows import RowBudget
 from pensieve_jax.cellular.tables import NOWHERE, Tables

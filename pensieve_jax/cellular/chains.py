@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.cellular.graph import Graph
-from pensieve_jax.cellular.parts import NO_STOP, NONE, GraphColumns, Several
-from pensieve_jax.cellular.pieces import NO_NODE
+from pensieve_jax.cellular.graph_batch import NO_NODE
+from pensieve_jax.cellular.graph_columns import NO_STOP, NONE, GraphColumns, Several
 
 _NO_VALUES = Several(np.empty(0, np.int64), np.zeros(1, np.int64), np.empty(0, np.int64))
 

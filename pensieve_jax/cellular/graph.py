@@ -13,10 +13,10 @@ import numpy as np
 
 from pensieve_jax.cellular.cells import CellType
 from pensieve_jax.cellular.errors import GraphError, UnfoldError
+from pensieve_jax.cellular.graph_batch import NEW_LABEL, NO_NODE, Piece
 from pensieve_jax.cellular.integers import INT32, is_int32, is_sized
 from pensieve_jax.cellular.many import add_sentences, add_trees
 from pensieve_jax.cellular.node_writer import NodeWriter, ints
-from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, Piece
 
 
 class Graph(NodeWriter):

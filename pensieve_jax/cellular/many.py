@@ -15,8 +15,8 @@ import numpy as np
 
 from pensieve_jax.cellular.cells import CellType
 from pensieve_jax.cellular.errors import GraphError
+from pensieve_jax.cellular.graph_batch import NO_NODE, GraphBatch, Piece
 from pensieve_jax.cellular.integers import INT32, int32s
-from pensieve_jax.cellular.pieces import NO_NODE, GraphBatch, Piece
 
 
 def add_sentences(pieces: GraphBatch, kind: CellType, words: Sequence[np.ndarray], max_nodes: int) -> None:

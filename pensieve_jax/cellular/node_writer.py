@@ -19,8 +19,8 @@ import numpy as np
 
 from pensieve_jax.cellular.cells import CellType, CellTypes
 from pensieve_jax.cellular.errors import CapacityError, CellError, GraphError, UnfoldError
+from pensieve_jax.cellular.graph_batch import NEW_LABEL, NO_NODE, GraphBatch, Piece
 from pensieve_jax.cellular.integers import int32s, is_int32
-from pensieve_jax.cellular.pieces import NEW_LABEL, NO_NODE, GraphBatch, Piece
 
 
 class NodeWriter(GraphBatch):

@@ -11,8 +11,8 @@ import numpy as np
 from pensieve_jax.cellular import chains
 from pensieve_jax.cellular.errors import CapacityError
 from pensieve_jax.cellular.graph import Graph
-from pensieve_jax.cellular.parts import MANY, NO_STOP, NONE, GraphColumns, Several
-from pensieve_jax.cellular.pieces import NO_NODE
+from pensieve_jax.cellular.graph_batch import NO_NODE
+from pensieve_jax.cellular.graph_columns import MANY, NO_STOP, NONE, GraphColumns, Several
 
 
 def partition(graph: Graph, *, max_depth: int) -> GraphColumns:

@@ -19,8 +19,8 @@ from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import LaunchFailedError, RequestCancelledError
 from pensieve_jax.cellular.formation import Formation
+from pensieve_jax.cellular.graph_columns import NO_STOP
 from pensieve_jax.cellular.launches import Done, Launch
-from pensieve_jax.cellular.parts import NO_STOP
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.rows import num_rows_for
 from pensieve_jax.cellular.scheduler import CellScheduler, LaunchScheduler

@@ -22,8 +22,8 @@ import numpy as np
 from pensieve_jax.cellular.cells import CellType, CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.formation import Formation
+from pensieve_jax.cellular.graph_columns import GraphColumns
 from pensieve_jax.cellular.launches import Launch
-from pensieve_jax.cellular.parts import GraphColumns
 from pensieve_jax.cellular.ready_queue import ReadyQueue
 from pensieve_jax.cellular.request import CellRequest
 from pensieve_jax.cellular.tables import Tables

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pensieve_jax.cellular.cells import CellTypes
-from pensieve_jax.cellular.parts import MANY, GraphColumns
-from pensieve_jax.cellular.pieces import NO_NODE
+from pensieve_jax.cellular.graph_batch import NO_NODE
+from pensieve_jax.cellular.graph_columns import MANY, GraphColumns
 
 WAITING, SUBMITTED, COMPLETED, DROPPED = range(4)
 """States of a node."""

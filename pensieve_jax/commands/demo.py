@@ -37,8 +37,8 @@ from pensieve_jax import (
 )
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS, SYSTEM_PROMPT
 from pensieve_jax.commands.demo_screen import (
+    DemoRun,
     DemoTurn,
-    Served,
     introduction,
     movements,
     num_recalled,
@@ -169,16 +169,18 @@ def main() -> int:
     if FLAGS.model == DEFAULT_MODEL:
         print(SMALL_MODEL, flush=True)
     load = os.getloadavg()[0]  # before this process adds to it
-    kept, stats = run(stateful=True)
-    lost, _ = run(stateful=False)
-    equal, margin = replay(FLAGS.model, kept.turns)
-    turns = kept.turns
+    stateful, stats = run(stateful=True)
+    stateless, _ = run(stateful=False)
+    equal, margin = replay(FLAGS.model, stateful.turns)
+    turns = stateful.turns
     if FLAGS.details:
         print(f"\n{transcript(turns)}\n{usage_table(turns, equal)}\n\n{movements(stats)}")
         print(f"The smallest margin between two tokens was {margin:.2g}.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
-    print(f"{picture(turns)}\n\n{savings(kept, lost, load=load, num_processors=os.cpu_count() or 1)}")
+    print(
+        f"{picture(turns)}\n\n{savings(stateful, stateless, load=load, num_processors=os.cpu_count() or 1)}"
+    )
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_events(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"
@@ -190,7 +192,7 @@ def main() -> int:
     return 0 if all_happened and all(equal) else EXIT_FAILED
 
 
-def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
+def run(*, stateful: bool) -> tuple[DemoRun, dict[str, int | float]]:
     """Run all turns in a stateful or a stateless engine; return them with its counters."""
     say_progress(f"starting the engine {'with' if stateful else 'without'} state; a first start compiles")
     with LLM(
@@ -205,7 +207,7 @@ def run(*, stateful: bool) -> tuple[Served, dict[str, int | float]]:
             raise ConfigError(
                 "--gpu_pages", FLAGS.gpu_pages, limit, "the model must have as many positions, too"
             ) from error
-        return Served(turns, time.perf_counter() - start_s), llm.stats()
+        return DemoRun(turns, time.perf_counter() - start_s), llm.stats()
 
 
 def define_flags() -> None:

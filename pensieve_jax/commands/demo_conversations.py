@@ -25,7 +25,7 @@ class Script(NamedTuple):
     """User messages of one conversation, its sampling parameters, and the fact told in its first message."""
 
     params: SamplingParams
-    told: str
+    fact: str
     messages: tuple[str, ...]
 
 

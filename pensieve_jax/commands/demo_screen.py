@@ -47,7 +47,7 @@ class DemoTurn(NamedTuple):
     tiers: tuple[str | None, ...] = ()
 
 
-class Served(NamedTuple):
+class DemoRun(NamedTuple):
     """All turns of one engine, and their total time."""
 
     turns: Sequence[DemoTurn]
@@ -75,29 +75,29 @@ def picture(turns: Sequence[DemoTurn]) -> str:
     rows = []
     for name, script in CONVERSATIONS.items():
         last = [turn for turn in turns if turn.conversation_id == name][-1:]
-        rows += [(name, "".join(map(_mark, turn.tiers)), script.told, turn.output.text) for turn in last]
+        rows += [(name, "".join(map(_mark, turn.tiers)), script.fact, turn.output.text) for turn in last]
     width = max((len(row[1]) for row in rows), default=0)
-    width, told_width = max(width, len("state")), max(len(script.told) for script in CONVERSATIONS.values())
+    width, fact_width = max(width, len("state")), max(len(script.fact) for script in CONVERSATIONS.values())
     places = [(_mark(tier), place[2]) for tier, place in _PLACES.items()] + [(_mark(None), _DROPPED[2])]
     lines = ["state before the last turn: " + "  ".join(f"{mark} {what}" for mark, what in places)]
-    lines.append(f"{'':6}{'state':{width}}  {'told first':{told_width}}  last reply")
-    for name, marks, told, text in rows:
-        start = f"{name:6}{marks:{width}}  {told:{told_width}}  "
+    lines.append(f"{'':6}{'state':{width}}  {'told first':{fact_width}}  last reply")
+    for name, marks, fact, text in rows:
+        start = f"{name:6}{marks:{width}}  {fact:{fact_width}}  "
         lines.append(start + one_line(text, COLUMNS - len(start)))
     return "\n".join(lines)
 
 
-def savings(kept: Served, lost: Served, *, load: float = 0.0, num_processors: int = 1) -> str:
+def savings(stateful: DemoRun, stateless: DemoRun, *, load: float = 0.0, num_processors: int = 1) -> str:
     """Compare the computed tokens and the time of the stateful and the stateless engine.
 
     `load` is the load average from before the demonstration, when it had no part in it.
     """
     lines = [f"{'':24}{'tokens computed':>20}{'seconds':>18}"]
-    for what, served in (("every turn from scratch", lost), ("keeping state", kept)):
+    for what, served in (("every turn from scratch", stateless), ("keeping state", stateful)):
         tokens, seconds = f"{served.num_computed:,}", f"{served.seconds:.1f}"
-        if served is kept:
-            tokens = f"({kept.num_computed / lost.num_computed:.0%}) {tokens}"
-            seconds = f"({kept.seconds / lost.seconds:.0%}) {seconds}"
+        if served is stateful:
+            tokens = f"({stateful.num_computed / stateless.num_computed:.0%}) {tokens}"
+            seconds = f"({stateful.seconds / stateless.seconds:.0%}) {seconds}"
         lines.append(f"{what:24}{tokens:>20}{seconds:>18}")
     is_busy = load >= _BUSY * num_processors
     busy = f"Wall time of one run each, beside a load of {load:.1f} on {num_processors} CPUs: compare tokens."
@@ -123,7 +123,7 @@ def num_recalled(turns: Sequence[DemoTurn]) -> int:
     """Return how many last replies contain the fact of the first turn."""
     return sum(
         turn.turn == len(CONVERSATIONS[turn.conversation_id].messages)
-        and CONVERSATIONS[turn.conversation_id].told in turn.output.text
+        and CONVERSATIONS[turn.conversation_id].fact in turn.output.text
         for turn in turns
     )
 

@@ -16,10 +16,10 @@ from typing import Any
 from pensieve_jax import LLM, InvalidRequestError, Output, UnknownConversationError
 from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
 
-type Line = dict[str, Any]
+type OutputLine = dict[str, Any]
 
 
-def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], Line]:
+def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], OutputLine]:
     """Return the lines of turns in the history; raise InvalidRequestError if it holds different turns."""
     lines = {}
     for conversation in conversations:
@@ -49,7 +49,7 @@ def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict
     return lines
 
 
-def read_output(path: Path) -> Iterator[Line]:
+def read_output(path: Path) -> Iterator[OutputLine]:
     """Yield the lines of an earlier run; skip others, such as one that was cut."""
     if not path.exists():
         return
@@ -68,7 +68,7 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
+def start_output(path: Path, done: Mapping[tuple[str, int], OutputLine]) -> None:
     """Atomically replace the file by the lines of finished turns; keep old lines of the same turns."""
     old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
     lines = []
@@ -83,9 +83,9 @@ def start_output(path: Path, done: Mapping[tuple[str, int], Line]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error  # name the user's path
 
 
-def output_line(turn: InputTurn, index: int, output: Output) -> Line:
+def output_line(turn: InputTurn, index: int, output: Output) -> OutputLine:
     """Return the output line of a turn."""
-    line: Line = {
+    line: OutputLine = {
         "conversation_id": output.conversation_id,
         "turn": index,
         "prompt": turn.prompt,

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from model_defs.all_reduce import SumSpec
 from model_defs.config import ModelConfig
-from model_defs.device_sums import SumSpec
 from pallas_kernels.all_reduce import ExchangeMemory
 from pallas_kernels.ragged_paged_attention import BackendChoice
 from pensieve_jax.runtime.errors import step_failed

@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model_defs.all_reduce import AllReduce, SumSpec, summing
 from model_defs.attention import PagedAttention, RaggedBatch
-from model_defs.device_sums import AllReduce, SumSpec, summing
 from model_defs.sharding import constrain
 from model_defs.small_batch_matmul import XLA, multiplying_by
 from pallas_kernels.ragged_paged_attention import TileSpec

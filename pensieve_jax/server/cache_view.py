@@ -74,10 +74,10 @@ async def _watched_maps(call: HttpRequest) -> Events:
 
 async def _maps(call: HttpRequest, first: dict[str, Any]) -> AsyncGenerator[bytes]:
     """Yield the map whenever it has changed, at most four times a second, until the client disconnects."""
-    told, now = b"", encode_json(first)
+    sent, now = b"", encode_json(first)
     while True:
-        if now != told:
-            told = now
+        if now != sent:
+            sent = now
             yield event(now)
         await asyncio.sleep(_PERIOD_S)
         now = encode_json(await _map(call))
@@ -85,8 +85,8 @@ async def _maps(call: HttpRequest, first: dict[str, Any]) -> AsyncGenerator[byte
 
 async def _map(call: HttpRequest) -> dict[str, Any]:
     engine = call.services.engine
-    told: dict[str, Any] = await engine.call("chunk_map", call.owner)
-    return told
+    chunks: dict[str, Any] = await engine.call("chunk_map", call.owner)
+    return chunks
 
 
 async def push_out(call: HttpRequest) -> HttpResponse:
@@ -149,7 +149,7 @@ async def _of_turn(call: HttpRequest, name: str, response_id: str) -> Any:
 async def stats(call: HttpRequest) -> HttpResponse:
     """GET /v1/pensieve/stats: report the engine's counters since its start, and sizes of front-end tables."""
     engine, limits = call.services.engine, call.services.limits
-    told = await engine.call("stats")
+    counters = await engine.call("stats")
     tables = {
         **{name: num_rows() for name, num_rows in call.services.tables.items()},
         "turns_in_engine": limits.num_in_engine,
@@ -159,7 +159,7 @@ async def stats(call: HttpRequest) -> HttpResponse:
     }
     info = engine.info
     sizes = {name: getattr(info, name) for name in ("chunk_tokens", "chunk_bytes", "slot_bytes")}
-    return json_reply({**told, **sizes, "device": info.description.get("device"), "tables": tables})
+    return json_reply({**counters, **sizes, "device": info.description.get("device"), "tables": tables})
 
 
 async def trees(call: HttpRequest) -> HttpResponse:
@@ -167,7 +167,7 @@ async def trees(call: HttpRequest) -> HttpResponse:
 
     `limit` defaults to 100 and is at most 1,000.
     """
-    return await run_cpu(call.owner, True, _told_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
+    return await run_cpu(call.owner, True, _list_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: HttpRequest) -> HttpResponse:
@@ -175,11 +175,11 @@ async def tree(call: HttpRequest) -> HttpResponse:
 
     Each distinct `instructions` text is listed once, in order of first use. A turn has its index in the list.
     """
-    return await run_cpu(call.owner, True, _told_tree, call)
+    return await run_cpu(call.owner, True, _get_tree, call)
 
 
-def _told_trees(call: HttpRequest, limit: int) -> HttpResponse:
-    found = call.services.history.trees(call.owner, limit)
+def _list_trees(call: HttpRequest, limit: int) -> HttpResponse:
+    newest = call.services.history.trees(call.owner, limit)
     rows = [
         {
             "root": tree.root,
@@ -187,15 +187,15 @@ def _told_trees(call: HttpRequest, limit: int) -> HttpResponse:
             "first_text": tree.first_text,
             "last_active": tree.last_active_s,
         }
-        for tree in found
+        for tree in newest
     ]
     return json_reply({"data": rows})
 
 
-def _told_tree(call: HttpRequest) -> HttpResponse:
+def _get_tree(call: HttpRequest) -> HttpResponse:
     root = call.path["root"]
-    found = call.services.history.tree(call.owner, root, _MAX_TURNS)
-    if not found:
+    turns = call.services.history.tree(call.owner, root, _MAX_TURNS)
+    if not turns:
         raise not_found("conversation", root)
     numbers: dict[str, int] = {}
     data = [
@@ -210,7 +210,7 @@ def _told_tree(call: HttpRequest) -> HttpResponse:
             "status": turn.status,
             "usage": None if turn.usage is None else token_sources([turn.usage]),
         }
-        for turn in found
+        for turn in turns
     ]
     return json_reply({"instructions": list(numbers), "data": data})
 

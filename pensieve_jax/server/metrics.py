@@ -252,20 +252,20 @@ _BY_REPLICA: Final[Mapping[str, tuple[type[Metric], str, str]]] = {
 }
 
 
-class _Place(NamedTuple):
+class _ChunkLabels(NamedTuple):
     tier: str
     state: str
 
 
 # Keys are the states of `Engine.census`; a chunk with copies in both tiers counts once.
-_CHUNKS: Final[Mapping[str, _Place]] = {
-    "reserved": _Place("gpu", "reserved"),
-    "on gpu": _Place("gpu", "resting"),
-    "copying out": _Place("gpu", "copying"),
-    "on both": _Place("both", "resting"),
-    "copying in": _Place("cpu", "copying"),
-    "leaving": _Place("cpu", "arriving"),
-    "on cpu": _Place("cpu", "resting"),
+_CHUNKS: Final[Mapping[str, _ChunkLabels]] = {
+    "reserved": _ChunkLabels("gpu", "reserved"),
+    "on gpu": _ChunkLabels("gpu", "resting"),
+    "copying out": _ChunkLabels("gpu", "copying"),
+    "on both": _ChunkLabels("both", "resting"),
+    "copying in": _ChunkLabels("cpu", "copying"),
+    "leaving": _ChunkLabels("cpu", "arriving"),
+    "on cpu": _ChunkLabels("cpu", "resting"),
 }
 
 # Metric, key in `Engine.distributions`, help text, and bucket bounds.
@@ -351,8 +351,8 @@ class EngineReport(Collector):
         family = GaugeMetricFamily(
             "pensieve:chunks", "Chunks with KV cache, by tier and state.", labels=labels
         )
-        for name, place in _CHUNKS.items():
-            family.add_metric([self._model_name, *place], float(self.census.get(name, 0)))
+        for name, chunk_labels in _CHUNKS.items():
+            family.add_metric([self._model_name, *chunk_labels], float(self.census.get(name, 0)))
         return family
 
     def _tier_bytes(self) -> Metric:

@@ -27,8 +27,8 @@ _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 
-class Line(NamedTuple):
-    """Curve: its expression, and its name in the legend."""
+class Curve(NamedTuple):
+    """Expression, and its name in the legend."""
 
     expression: str
     legend: str
@@ -39,7 +39,7 @@ class Panel(NamedTuple):
 
     title: str
     unit: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     stacked: bool = False
 
 
@@ -48,27 +48,29 @@ def rate(metric: str) -> str:
     return f"rate({metric}{_SELECTOR}{_WINDOW})"
 
 
-def quantiles(histogram: str) -> list[Line]:
+def quantiles(histogram: str) -> list[Curve]:
     """Return the curves of the median, and of the 95th and 99th percentile."""
     return [
-        Line(f"histogram_quantile({share}, sum by (le) ({rate(f'{histogram}_bucket')}))", f"p{share * 100:g}")
+        Curve(
+            f"histogram_quantile({share}, sum by (le) ({rate(f'{histogram}_bucket')}))", f"p{share * 100:g}"
+        )
         for share in (0.5, 0.95, 0.99)
     ]
 
 
-def average(metric: str) -> Line:
+def average(metric: str) -> Curve:
     """Return the curve of a histogram's average."""
-    return Line(f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}", "on average")
+    return Curve(f"{rate(f'{metric}_sum')} / {rate(f'{metric}_count')}", "on average")
 
 
-def by(label: str, metric: str) -> Line:
+def by(label: str, metric: str) -> Curve:
     """Return one curve for each value of a label."""
-    return Line(f"sum by ({label}) ({rate(metric)})", f"{{{{{label}}}}}")
+    return Curve(f"sum by ({label}) ({rate(metric)})", f"{{{{{label}}}}}")
 
 
-def of_each(gauge: str) -> Line:
+def of_each(gauge: str) -> Curve:
     """Return one curve for each replica."""
-    return Line(f"sum by (replica) ({gauge}{_SELECTOR})", "{{replica}}")
+    return Curve(f"sum by (replica) ({gauge}{_SELECTOR})", "{{replica}}")
 
 
 ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
@@ -94,7 +96,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "Cache hit rate",
                 "percentunit",
                 [
-                    Line(
+                    Curve(
                         f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}",
                         "hit rate",
                     )
@@ -106,8 +108,8 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "Tokens per second",
                 "short",
                 [
-                    Line(rate("vllm:prompt_tokens_total"), "contexts"),
-                    Line(rate("vllm:generation_tokens_total"), "replies"),
+                    Curve(rate("vllm:prompt_tokens_total"), "contexts"),
+                    Curve(rate("vllm:generation_tokens_total"), "replies"),
                 ],
             ),
         ),
@@ -119,46 +121,46 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "Turns",
                 "short",
                 [
-                    Line(f"vllm:num_requests_running{_SELECTOR}", "running"),
-                    Line(f"pensieve:engine_waiting{_SELECTOR}", "waiting in the engine"),
-                    Line(f"pensieve:front_waiting{_SELECTOR}", "waiting in the front end"),
+                    Curve(f"vllm:num_requests_running{_SELECTOR}", "running"),
+                    Curve(f"pensieve:engine_waiting{_SELECTOR}", "waiting in the engine"),
+                    Curve(f"pensieve:front_waiting{_SELECTOR}", "waiting in the front end"),
                 ],
             ),
             Panel(
                 "Memory in use",
                 "percentunit",
                 [
-                    Line(f"vllm:kv_cache_usage_perc{_SELECTOR}", "device"),
-                    Line(f"pensieve:cpu_cache_usage_perc{_SELECTOR}", "host"),
+                    Curve(f"vllm:kv_cache_usage_perc{_SELECTOR}", "device"),
+                    Curve(f"pensieve:cpu_cache_usage_perc{_SELECTOR}", "host"),
                 ],
             ),
             Panel(
                 "Chunks by tier and state",
                 "short",
-                [Line(f"sum by (tier, state) (pensieve:chunks{_SELECTOR})", "{{tier}} {{state}}")],
+                [Curve(f"sum by (tier, state) (pensieve:chunks{_SELECTOR})", "{{tier}} {{state}}")],
                 True,
             ),
             Panel(
                 "Moved between tiers",
                 "Bps",
-                [Line(f"sum by (from, to) ({rate('pensieve:tier_bytes_total')})", "{{from}} to {{to}}")],
+                [Curve(f"sum by (from, to) ({rate('pensieve:tier_bytes_total')})", "{{from}} to {{to}}")],
             ),
             Panel(
                 "Memory pressure, events per second",
                 "short",
                 [
-                    Line(rate("vllm:num_preemptions_total"), "suspended turns"),
-                    Line(rate("pensieve:forced_swap_outs_total"), "forced copies"),
-                    Line(rate("pensieve:lost_copies_total"), "lost copies"),
-                    Line(rate("pensieve:dropped_chunks_total"), "dropped chunks"),
+                    Curve(rate("vllm:num_preemptions_total"), "suspended turns"),
+                    Curve(rate("pensieve:forced_swap_outs_total"), "forced copies"),
+                    Curve(rate("pensieve:lost_copies_total"), "lost copies"),
+                    Curve(rate("pensieve:dropped_chunks_total"), "dropped chunks"),
                 ],
             ),
             Panel(
                 "Engine thread",
                 "percentunit",
                 [
-                    Line(rate("pensieve:engine_host_seconds_total"), "on a processor"),
-                    Line(rate("pensieve:transfer_stall_seconds_total"), "waiting for copies"),
+                    Curve(rate("pensieve:engine_host_seconds_total"), "on a processor"),
+                    Curve(rate("pensieve:transfer_stall_seconds_total"), "waiting for copies"),
                 ],
             ),
             Panel(
@@ -167,7 +169,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 [average("vllm:iteration_tokens_total"), *quantiles("vllm:iteration_tokens_total")],
             ),
             Panel(
-                "Tokens per event", "short", [Line(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]
+                "Tokens per event", "short", [Curve(f"pensieve:delta_merge_ratio{_SELECTOR}", "on average")]
             ),
             Panel("Commit", "s", quantiles("pensieve:commit_seconds")),
         ),
@@ -187,7 +189,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 "Recomputed share of history",
                 "percentunit",
                 [
-                    Line(
+                    Curve(
                         f"{by('replica', 'pensieve:replica_recomputed_tokens_total').expression} / "
                         f"{by('replica', 'pensieve:replica_history_tokens_total').expression}",
                         "{{replica}}",
@@ -197,7 +199,7 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             Panel(
                 "Retried turns per second",
                 "reqps",
-                [Line(rate("pensieve:turns_run_again_total"), "all")],
+                [Curve(rate("pensieve:turns_run_again_total"), "all")],
             ),
         ),
     ),

@@ -10,11 +10,11 @@ import pytest
 from pensieve_jax.cellular.cells import Cell, CellError, CellTypes, Field, default_batch_sizes
 from pensieve_jax.cellular.errors import CapacityError, GraphError
 from pensieve_jax.cellular.graph import Graph
+from pensieve_jax.cellular.graph_batch import NO_NODE
+from pensieve_jax.cellular.graph_columns import MANY, NONE, Several
 from pensieve_jax.cellular.integers import int32s, is_int32, is_sized
 from pensieve_jax.cellular.launches import make_parts
 from pensieve_jax.cellular.partition import _by_key, _distinct_pairs, _roots, partition
-from pensieve_jax.cellular.parts import MANY, NONE, Several
-from pensieve_jax.cellular.pieces import NO_NODE
 from pensieve_jax.cellular.ready_queue import IntFifo, ReadyQueue
 from pensieve_jax.cellular.rows import RowBudget, StateRows
 from pensieve_jax.cellular.tables import Nodes, Room, Subgraphs, _size, all_values, distinct

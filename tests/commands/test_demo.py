@@ -10,7 +10,7 @@ import pytest
 
 from pensieve_jax import ConfigError
 from pensieve_jax.commands import demo_screen
-from pensieve_jax.commands.demo_screen import Served
+from pensieve_jax.commands.demo_screen import DemoRun
 from pensieve_jax.model_source import DEFAULT_MODEL
 from tests.launching import load, optimized
 
@@ -72,10 +72,10 @@ def relaunch(launch, llm, monkeypatch, turns, **flags):
 
 
 def test_the_kv_cache_saves_work_and_changes_nothing(served):
-    kept, lost = (Served(turns, 1.0) for turns in served)
-    assert [t.output.token_ids for t in kept.turns] == [t.output.token_ids for t in lost.turns]
-    assert kept.num_computed < 0.75 * lost.num_computed
-    assert sum(turn.output.usage.reused_gpu_tokens for turn in lost.turns) == 0
+    stateful, stateless = (DemoRun(turns, 1.0) for turns in served)
+    assert [t.output.token_ids for t in stateful.turns] == [t.output.token_ids for t in stateless.turns]
+    assert stateful.num_computed < 0.75 * stateless.num_computed
+    assert sum(turn.output.usage.reused_gpu_tokens for turn in stateless.turns) == 0
 
 
 def test_the_output_fits_one_screen(turns, launch, llm, monkeypatch, capsys):
@@ -89,7 +89,7 @@ def test_the_output_fits_one_screen(turns, launch, llm, monkeypatch, capsys):
     assert lines[legend + 14].startswith("Wall time of one run each")
     for name, script in demo_screen.CONVERSATIONS.items():
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
-        assert script.told in row
+        assert script.fact in row
 
 
 def test_the_picture_has_a_mark_for_every_chunk(turns, monkeypatch):
@@ -134,7 +134,7 @@ def test_it_passes(turns):
 
 def test_facts_are_recalled_from_either_tier_and_after_a_drop(turns):
     last = {turn.conversation_id: turn.output for turn in turns if turn.turn == 6}
-    right = {name: script.told in last[name].text for name, script in demo_screen.CONVERSATIONS.items()}
+    right = {name: script.fact in last[name].text for name, script in demo_screen.CONVERSATIONS.items()}
     assert sum(right.values()) >= 7
     for source in ("swapped_in_tokens", "recomputed_tokens"):
         assert any(right[name] and getattr(output.usage, source) for name, output in last.items())

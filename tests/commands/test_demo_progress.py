@@ -62,7 +62,7 @@ def test_a_terminal_gets_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_seconds_beside_other_work_are_said_to_be_worth_little(load: float, is_busy: bool) -> None:
     usage = SimpleNamespace(prefilled_tokens=7, recomputed_tokens=0, resume_recomputed_tokens=0)
     turn: Any = SimpleNamespace(output=SimpleNamespace(usage=usage))
-    served = demo_screen.Served([turn], 2.0)
+    served = demo_screen.DemoRun([turn], 2.0)
     last = demo_screen.savings(served, served, load=load, num_processors=2).splitlines()[-1]
     assert last.startswith("Wall time of one run each") and len(last) <= demo_screen.COLUMNS
     assert last.endswith("compare tokens.") is is_busy

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from model_defs import device_sums, load_model, make_mesh
+from model_defs import load_model, make_mesh
+from model_defs.all_reduce import SumSpec
 from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import Affine
 from pallas_kernels.residual_norms import NormSpec
@@ -49,7 +50,7 @@ def model_on_two(preset):
 def by_psum(monkeypatch):
     """Replace the kernel by `psum`, which runs on any device; everything else is unchanged."""
     monkeypatch.setattr(all_reduce, "devices_limit", lambda devices: None)
-    monkeypatch.setattr(exchange, "SumSpec", lambda backend, capacity: device_sums.SumSpec("xla", capacity))
+    monkeypatch.setattr(exchange, "SumSpec", lambda backend, capacity: SumSpec("xla", capacity))
     modes = sampler.all_modes()[:1]
     monkeypatch.setattr(sampler, "all_modes", lambda: modes)
 
@@ -95,7 +96,7 @@ def test_tokens_are_the_references(by_psum, preset):
 def test_many_rows_are_reduced_in_shares(preset, by_psum, monkeypatch):
     """Tokens are equal although each device keeps its share of the stream from a part's second sum on."""
     capacity = 16 * model_on_two(preset).config.hidden_size * 4  # bytes
-    monkeypatch.setattr(exchange, "SumSpec", lambda backend, _: device_sums.SumSpec("xla", capacity))
+    monkeypatch.setattr(exchange, "SumSpec", lambda backend, _: SumSpec("xla", capacity))
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     runner.warm_up()
     check_a_talk(preset, runner)
@@ -290,7 +291,7 @@ def test_tokens_of_whole_steps_are_the_references(preset, shares, monkeypatch):
     """As on virtual devices, with the kernels in their place."""
     if shares:
         capacity = 16 * model_on_two(preset).config.hidden_size * 4  # bytes
-        monkeypatch.setattr(exchange, "SumSpec", lambda name, _: device_sums.SumSpec(name, capacity))
+        monkeypatch.setattr(exchange, "SumSpec", lambda name, _: SumSpec(name, capacity))
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     runner.warm_up()
     check_a_talk(preset, runner)

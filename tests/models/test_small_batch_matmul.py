@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from model_defs import make_mesh, preset, small_batch_matmul
-from model_defs.device_sums import AllReduce, PartialSums, SumSpec, finish_sum, summing
+from model_defs.all_reduce import AllReduce, PartialSums, SumSpec, finish_sum, summing
 from model_defs.gated_decoder import GatedMLP
 from model_defs.layers import Build, FusedQKV, Linear
 from pallas_kernels import decode_matmul

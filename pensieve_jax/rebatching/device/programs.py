@@ -46,7 +46,7 @@ class StaticArguments:
     decode_backend: str
 
 
-class _Words(NamedTuple):
+class _UnpackedStep(NamedTuple):
     """Unpacked words of a step. Every field has as many rows as the largest batch."""
 
     place: jax.Array
@@ -56,7 +56,7 @@ class _Words(NamedTuple):
     rows: SamplingRows[jax.Array]
 
 
-def _read(words: jax.Array, layout: WordsLayout) -> _Words:
+def _unpack(words: jax.Array, layout: WordsLayout) -> _UnpackedStep:
     header, fields = words[: len(HEADER)], words[len(HEADER) :].reshape(layout.num_fields, layout.width)
     counts = dict(zip(COUNTS, fields, strict=False))
     named = dict(zip(SAMPLING_WORDS, fields[len(COUNTS) :], strict=False))
@@ -70,7 +70,7 @@ def _read(words: jax.Array, layout: WordsLayout) -> _Words:
         sample_positions=counts["sample_position"],
         banned_ids=fields[len(COUNTS) + len(SAMPLING_WORDS) :].T,
     )
-    return _Words(header[0], header[1], header[2], counts, rows)
+    return _UnpackedStep(header[0], header[1], header[2], counts, rows)
 
 
 def _scores(statics: StaticArguments, logits: jax.Array, rows: SamplingRows[jax.Array]) -> Scores:
@@ -93,7 +93,7 @@ def decode(
       words: i32[layout.size].
       statics: structure, layout and mesh.
     """
-    step, batch = _read(words, statics.layout), state.keys[0].shape[0]
+    step, batch = _unpack(words, statics.layout), state.keys[0].shape[0]
     if state.valid is not None:
         state = state._replace(valid=state.valid.at[:, step.place].set(True))
     model = statics.structure.merge(leaves)
@@ -129,7 +129,7 @@ def shape(
       words: `num_new` is the prompt's length, and `row` is its row.
       statics: as in `decode`.
     """
-    step, (batch, _, length, _) = _read(words, statics.layout), state.keys[0].shape
+    step, (batch, _, length, _) = _unpack(words, statics.layout), state.keys[0].shape
     num_queries = token_ids.shape[0]
     index = jnp.arange(num_queries)
     fills = (jnp.arange(batch) == step.row)[:, None]
@@ -173,7 +173,7 @@ def prefill(
       tile_spec: tiles of the attention kernel.
     """
     model = statics.structure.merge(leaves)
-    config, step, num_tokens = model.config, _read(words, statics.layout), token_ids.shape[0]
+    config, step, num_tokens = model.config, _unpack(words, statics.layout), token_ids.shape[0]
     length = num_tokens // num_rows
     num_pages = num_tokens // PAGE_TOKENS
     pages_shape = (num_pages, PAGE_TOKENS, 2 * config.num_kv_heads, config.head_dim)

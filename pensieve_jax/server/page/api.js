@@ -24,9 +24,9 @@ async function ask(method, path, body, signal) {
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (response.ok) return response;
-  const told = await response.json().catch(() => null);
+  const failure = await response.json().catch(() => null);
   const wait_ms = 1000 * (Number(response.headers.get("Retry-After")) || 0);
-  throw new Refused(told?.error?.message ?? `The server answered ${response.status}.`, response.status, wait_ms);
+  throw new Refused(failure?.error?.message ?? `The server answered ${response.status}.`, response.status, wait_ms);
 }
 
 export const get = async (path) => (await ask("GET", path)).json();

@@ -48,28 +48,28 @@ export class ChunkMap {
   }
 
   /** Draw the map that the server sent; return whether the branch of `turn` is in it, which is framed. */
-  draw(told, turn, listed) {
+  draw(latest, turn, listed) {
     const names = new Map(listed.map((row, index) => [row.root, { index, name: row.first_text || "(no text)" }]));
-    const rows = told.branches.map((branch) => {
+    const rows = latest.branches.map((branch) => {
       const root = branch.turn_id?.slice(0, 16);
       const row = names.get(root) ?? { index: listed.length, name: root ? UNLISTED.known : UNLISTED.begins };
-      return { ...row, root: names.has(root) ? root : null, turn: branch.turn_id, cells: cellsOf(branch, told.chunk_tokens) };
+      return { ...row, root: names.has(root) ? root : null, turn: branch.turn_id, cells: cellsOf(branch, latest.chunk_tokens) };
     });
     rows.sort((one, other) => one.index - other.index || one.name.localeCompare(other.name));
     const isFramed = rows.some((row) => row.turn && row.turn === turn);
     this.canvas.dataset.framed = isFramed;
-    this.#tell(told, rows);
+    this.#tell(latest, rows);
     if (this.canvas.clientWidth) this.#paint(rows, turn); // a closed drawer has no width
     return isFramed;
   }
 
-  #tell(told, rows) {
+  #tell(latest, rows) {
     const counts = Object.fromEntries(Object.keys(NAMES).map((state) => [state, 0]));
     for (const state of rows.flatMap((row) => row.cells)) if (state) counts[state] += 1;
     for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
     this.totals.textContent =
-      `Device: ${told.free_gpu_pages} of ${told.gpu_pages} pages free.\n` +
-      `Host: ${told.free_cpu_pages} of ${told.cpu_pages} slots free.`;
+      `Device: ${latest.free_gpu_pages} of ${latest.gpu_pages} pages free.\n` +
+      `Host: ${latest.free_cpu_pages} of ${latest.cpu_pages} slots free.`;
     const words = Object.entries(counts).map(([state, count]) => `${count} ${NAMES[state]}`).join(", ");
     const branches = rows.length === 1 ? "1 branch" : `${rows.length} branches`;
     this.canvas.setAttribute("aria-label", `${branches}; chunks: ${words}`);

@@ -115,9 +115,9 @@ export class Messages {
     const tools = make("div", "tools");
     article.append(make("div", "text", turn.output));
     if (turn.usage) {
-      const [bar, told] = account(turn.usage);
+      const [bar, counts] = account(turn.usage);
       article.append(bar);
-      tools.append(told);
+      tools.append(counts);
     }
     if (turn.status === "incomplete") tools.append(make("span", "", "cut at the maximum of reply tokens"));
     if (turn.status !== "in_progress") tools.append(this.#button("Again", () => this.say(turn.input, turn.parent), `again ${turn.id}`));

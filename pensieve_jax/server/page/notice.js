@@ -12,14 +12,14 @@ function reason(error) {
 export class Notice {
   constructor(shown) {
     this.shown = shown;
-    this.told = ""; // about the user's last action
+    this.message = ""; // about the user's last action
     this.isWrong = false;
     this.passes = false; // whether the notice is removed when the server is reachable again
-    this.line = ""; // about the stream of the map
+    this.streamError = ""; // about the stream of the map
   }
 
   tell(text, isWrong = false) {
-    this.told = text;
+    this.message = text;
     this.isWrong = isWrong;
     this.passes = false;
     this.#show();
@@ -35,18 +35,18 @@ export class Notice {
   }
 
   lost(error) {
-    this.line = reason(error);
+    this.streamError = reason(error);
     this.#show();
   }
 
   reached() {
-    this.line = "";
-    if (this.passes) this.told = "";
+    this.streamError = "";
+    if (this.passes) this.message = "";
     this.#show();
   }
 
   #show() {
-    this.shown.textContent = this.told || this.line;
-    this.shown.classList.toggle("wrong", this.told ? this.isWrong : true);
+    this.shown.textContent = this.message || this.streamError;
+    this.shown.classList.toggle("wrong", this.message ? this.isWrong : true);
   }
 }

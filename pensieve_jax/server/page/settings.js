@@ -6,16 +6,16 @@ export class Settings {
   constructor({ instructions, temperature, maxTokens }) {
     this.fields = { instructions, temperature, maxTokens };
     this.isNew = true; // without turns, an edited system message is the default of new conversations
-    const kept = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
+    const saved = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
     for (const [name, field] of Object.entries(this.fields)) {
-      field.value = kept[name] ?? field.value;
+      field.value = saved[name] ?? field.value;
       field.addEventListener("change", () => {
         if (name === "instructions" && !this.isNew) return; // it is stored with the next response instead
-        kept[name] = field.value;
-        sessionStorage.setItem(STORE, JSON.stringify(kept));
+        saved[name] = field.value;
+        sessionStorage.setItem(STORE, JSON.stringify(saved));
       });
     }
-    this.kept = kept;
+    this.saved = saved;
   }
 
   get instructions() {
@@ -25,7 +25,7 @@ export class Settings {
   /** Show a conversation's system message; undefined means a conversation without turns. */
   show(instructions) {
     this.isNew = instructions === undefined;
-    this.fields.instructions.value = (this.isNew ? this.kept.instructions : instructions) ?? "";
+    this.fields.instructions.value = (this.isNew ? this.saved.instructions : instructions) ?? "";
   }
 
   /** The fields of a request. */

@@ -8,7 +8,7 @@ export class StatePanel {
   /** `reached` is called when the stream works again after a failure, `lost(error)` when it cannot start. */
   constructor({ map, unseen, chunkTokens }, { reached, lost }) {
     Object.assign(this, { map, unseen, chunkTokens, reached, lost });
-    this.told = null; // the latest map
+    this.latest = null; // the map that the server sent last
     this.turn = null; // the turn whose branch is framed
     this.isBusy = false;
     this.rows = []; // rows of the list of conversations
@@ -23,8 +23,8 @@ export class StatePanel {
   }
 
   #draw() {
-    if (!this.told) return;
-    const isFramed = this.map.draw(this.told, this.turn, this.rows);
+    if (!this.latest) return;
+    const isFramed = this.map.draw(this.latest, this.turn, this.rows);
     this.unseen.hidden = !this.turn || this.isBusy || isFramed;
   }
 
@@ -36,11 +36,11 @@ export class StatePanel {
       let hasBegun = false;
       let pause_ms = PAUSE_MS;
       try {
-        for await (this.told of await stream("GET", "/v1/pensieve/chunks?stream=true", undefined, mine.signal)) {
+        for await (this.latest of await stream("GET", "/v1/pensieve/chunks?stream=true", undefined, mine.signal)) {
           if (!hasBegun && wasLost) this.reached();
           hasBegun = true;
           wasLost = false;
-          this.chunkTokens.textContent = this.told.chunk_tokens;
+          this.chunkTokens.textContent = this.latest.chunk_tokens;
           this.#draw();
         }
       } catch (error) {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pensieve_jax.cellular.errors import GraphError
-from pensieve_jax.cellular.parts import GraphColumns
+from pensieve_jax.cellular.graph_columns import GraphColumns
 from pensieve_lab.cells.baselines.graph_batching import Task
 from pensieve_lab.cells.baselines.graph_merging import GraphMerging
 

@@ -20,7 +20,7 @@ from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.config import CellularConfig
 from pensieve_jax.cellular.errors import GraphError
 from pensieve_jax.cellular.formation import Formation
-from pensieve_jax.cellular.parts import NONE, GraphColumns
+from pensieve_jax.cellular.graph_columns import NONE, GraphColumns
 from pensieve_jax.cellular.tables import Tables
 from pensieve_jax.core.errors import ConfigError
 from pensieve_lab.cells.baselines.graph_batching import GraphBatching, Task, WaitingRequest

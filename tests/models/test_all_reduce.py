@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from model_defs import ModelConfig, make_mesh, preset, random_model
-from model_defs.device_sums import AllReduce, SumSpec, summing
+from model_defs.all_reduce import AllReduce, SumSpec, summing
 from pallas_kernels import all_reduce
 from tests.models.helpers import dense_logits
 
