@@ -99,11 +99,11 @@ def choice(values: dict[str, Any], name: str, default: str, allowed: dict[str, s
     return allowed[found]
 
 
-def _token_id(name: str, found: Any) -> int | None:
+def _token_id(name: str, value: Any) -> int | None:
     """Check a token id; null means no token, even if a missing key has a default."""
-    if found is not None and (type(found) is not int or found < 0):
-        raise UnsupportedModelError(f"config.json: {name}={found!r} must be a token id or null")
-    return found
+    if value is not None and (type(value) is not int or value < 0):
+        raise UnsupportedModelError(f"config.json: {name}={value!r} must be a token id or null")
+    return value
 
 
 def _eos_token_ids(

@@ -73,28 +73,28 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": section}
 
 
-def _number(found: dict[str, Any], name: str, default: float | None = None) -> float:
+def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
     """Read a positive number of the section."""
-    return number(found, name, default, of="rope")
+    return number(fields, name, default, of="rope")
 
 
-def _llama3(found: dict[str, Any], theta: float, original: int) -> RopeConfig:
+def _llama3(fields: dict[str, Any], theta: float, original: int) -> RopeConfig:
     """Read a llama3 section. Its ramp divides by the difference of two factors, which must be ordered."""
-    low, high = _number(found, "low_freq_factor"), _number(found, "high_freq_factor")
+    low, high = _number(fields, "low_freq_factor"), _number(fields, "high_freq_factor")
     if low >= high:
         raise UnsupportedModelError(
             f"config.json: rope low_freq_factor={low!r} must be below high_freq_factor={high!r}"
         )
-    factor = _number(found, "factor")
+    factor = _number(fields, "factor")
     return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn_attention_factor(found: dict[str, Any], factor: float) -> float:
+def _yarn_attention_factor(fields: dict[str, Any], factor: float) -> float:
     """Return the factor of cos and sin: as given, or from mscale, or from `factor` alone."""
 
     def temperature(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    scale, all_dim = (_number(found, name, 0) for name in ("mscale", "mscale_all_dim"))
+    scale, all_dim = (_number(fields, name, 0) for name in ("mscale", "mscale_all_dim"))
     given = temperature(scale) / temperature(all_dim) if scale and all_dim else temperature(1.0)
-    return _number(found, "attention_factor", given)
+    return _number(fields, "attention_factor", given)

@@ -142,9 +142,9 @@ def costs_of_runner(
         _log.warning("recomputation costs are estimated, because a step to measure them failed: %s", error)
         runner.reset()
         return CostChoice(estimated, "analytic", None, "a step to measure costs failed; see the log")
-    kept = path is not None and _save(path, _profile(points, subject, name, sizes))
+    is_saved = path is not None and _save(path, _profile(points, subject, name, sizes))
     return _measured(
-        points, "measured at start", str(path) if kept else None, "no profile was shipped or stored"
+        points, "measured at start", str(path) if is_saved else None, "no profile was shipped or stored"
     )
 
 

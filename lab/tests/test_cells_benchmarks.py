@@ -100,7 +100,7 @@ def test_tasks_and_the_host_are_timed(benchmark, monkeypatch):
     monkeypatch.setattr(load("pensieve_lab.cells.task_times"), "_LAUNCHES", 2)
     module = load("benchmark_cells")
     monkeypatch.setattr(module, "_LOADS", ((2, 1),))
-    monkeypatch.setattr(module, "_PEER_BATCHES", (2,))
+    monkeypatch.setattr(module, "_LIBRARY_BATCHES", (2,))
     flags = {name: TINY[name] for name in ("hidden_size", "max_batch", "num_rows", "progress")}
     out, document = benchmark("benchmark_cells", **flags)
     points = document["results"]["points"]

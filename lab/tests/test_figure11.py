@@ -17,7 +17,7 @@ from tests.deadlines import wait_until
 from tests.launching import ROOT, load
 
 script = load("run_figure11")
-apart = load("pensieve_lab.parallel.apart")
+timed_process = load("pensieve_lab.parallel.timed_process")
 figure11 = load("pensieve_lab.parallel.figure11")
 tokens = load("check_parallel")
 
@@ -123,7 +123,7 @@ def test_a_command_that_hangs_ends_with_what_it_started():
     """It ends within its limit, and its output is reported."""
     looks = []
     words = ["sh", "-c", "sleep 60 & echo $!; wait"]
-    ended = apart.run_apart(words, os.environ, 1.2, lambda: looks.append(1))
+    ended = timed_process.run_with_limit(words, os.environ, 1.2, lambda: looks.append(1))
     assert 1.2 <= ended.wall_s < 20
     assert (ended.failed, ended.status) == ("took longer than 1 s", None)
     wait_until(lambda: not is_running(int(ended.output)))  # a signal takes a moment
@@ -132,22 +132,29 @@ def test_a_command_that_hangs_ends_with_what_it_started():
 
 def test_ending_the_call_ends_its_part(tmp_path):
     """The call is ended by the signal that `timeout` sends."""
-    told = tmp_path / "pid"
-    words = ["sh", "-c", f"echo $$ > {told}.new; mv {told}.new {told}; sleep 60"]
+    pid_file = tmp_path / "pid"
+    words = ["sh", "-c", f"echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; sleep 60"]
     code = (
-        f"import os; from pensieve_lab.parallel.apart import run_apart; run_apart({words!r}, os.environ, 60)"
+        "import os; from pensieve_lab.parallel import timed_process; "
+        f"timed_process.run_with_limit({words!r}, os.environ, 60)"
     )
     call = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "lab")
-    wait_until(lambda: told.exists() or call.poll() is not None)
+    wait_until(lambda: pid_file.exists() or call.poll() is not None)
     call.terminate()
     assert call.wait(20) == 128 + signal.SIGTERM
-    wait_until(lambda: not is_running(int(told.read_text("utf-8"))))
+    wait_until(lambda: not is_running(int(pid_file.read_text("utf-8"))))
 
 
 def test_a_command_that_fails_says_why():
-    ended = apart.run_apart([sys.executable, "-c", "raise SystemExit('x' * 5000)"], os.environ, 30)
+    ended = timed_process.run_with_limit(
+        [sys.executable, "-c", "raise SystemExit('x' * 5000)"], os.environ, 30
+    )
     assert ended.failed == "ended with status 1" and ended.output == "x" * 1999 + "\n"
-    assert apart.run_apart([sys.executable, "-c", "print(1)"], os.environ, 30)[1:] == (None, 0, "")
+    assert timed_process.run_with_limit([sys.executable, "-c", "print(1)"], os.environ, 30)[1:] == (
+        None,
+        0,
+        "",
+    )
 
 
 def point(system, rate, *, is_void=False):
@@ -288,12 +295,12 @@ def test_points_are_kept_while_others_are_measured(figure, stubs, tmp_path, monk
     """If the whole call is ended, the file has what was written before."""
     seen = []
 
-    def run_apart(command, environment, limit_s, meanwhile):
+    def run_with_limit(command, environment, limit_s, meanwhile):
         meanwhile()
         seen.append(json.loads((tmp_path / "figure11.json").read_text("utf-8")))
-        return apart.ProcessResult(1.0, None, 0, "")
+        return timed_process.ProcessResult(1.0, None, 0, "")
 
-    monkeypatch.setattr(script, "run_apart", run_apart)
+    monkeypatch.setattr(script, "run_with_limit", run_with_limit)
     stubs.written["loops"] = [point("stateless", 1.0)]
     figure(parts="loops")
     assert seen[0]["results"]["parts"]["loops"]["documents"] == [point("stateless", 1.0)]

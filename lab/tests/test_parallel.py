@@ -12,7 +12,7 @@ from pensieve_jax import ConfigError, EngineConfig
 from tests.launching import load
 
 time_lines = load("pensieve_lab.parallel.time_line")
-apart = load("pensieve_lab.parallel.apart")
+timed_process = load("pensieve_lab.parallel.timed_process")
 shared_steps = load("pensieve_lab.parallel.shared_steps")
 variants = load("pensieve_lab.parallel.variants")
 Kernel = load("pensieve_lab.steps.device_trace").Kernel
@@ -95,21 +95,21 @@ def test_variants_are_processes_with_flags_of_their_own(launch, monkeypatch, cap
     """The failure of one variant is reported, and the others continue; the document has all."""
     started = []
 
-    def run_apart(command, environment, limit_s):
+    def run_with_limit(command, environment, limit_s):
         started.append((command, environment["XLA_FLAGS"], limit_s))
         if len(started) == 2:
-            return apart.ProcessResult(50.0, "took longer than 50 s", None, "compiling")
+            return timed_process.ProcessResult(50.0, "took longer than 50 s", None, "compiling")
         if len(started) == 3:
-            return apart.ProcessResult(3.0, "ended with status 1", 1, "a stack")
+            return timed_process.ProcessResult(3.0, "ended with status 1", 1, "a stack")
         if len(started) == 4:
-            return apart.ProcessResult(4.0, None, 0, "")
+            return timed_process.ProcessResult(4.0, None, 0, "")
         (path,) = [word.removeprefix("--json=") for word in command if word.startswith("--json=")][-1:]
         document = {"results": {"variants": {"default": {"device": "a GPU", "sums": {}}}}}
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file)
-        return apart.ProcessResult(2.0, "ended with status 134", 134, "as it ended")
+        return timed_process.ProcessResult(2.0, "ended with status 134", 134, "as it ended")
 
-    monkeypatch.setattr(load("profile_parallel"), "run_apart", run_apart)
+    monkeypatch.setattr(load("profile_parallel"), "run_with_limit", run_with_limit)
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     path = tmp_path / "found.json"
     names = ["default", "graphs", "own", "xla"]
@@ -136,11 +136,11 @@ def test_rounds_alternate_between_variants(launch, monkeypatch, capsys):
     """Both variants run, then both again, each with its own flags under its own name."""
     turns = []
 
-    def measure_apart(name, variant, timeout_s):
+    def measure_in_process(name, variant, timeout_s):
         turns.append((name, variant))
         return {"turn": len(turns)}
 
-    monkeypatch.setattr(load("profile_parallel"), "measure_apart", measure_apart)
+    monkeypatch.setattr(load("profile_parallel"), "measure_in_process", measure_in_process)
     launch("profile_parallel", shared_llm=False, variants="default,xla", num_rounds=2)
     assert turns == [(name, variants.VARIANTS[name]) for name in ("default", "xla", "default", "xla")]
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["variants"]

@@ -214,7 +214,7 @@ def test_a_kept_point_is_of_the_same_trace_and_code(experiments, monkeypatch, tm
 
     first = key()
     assert key() == first
-    assert key(seed=1) != first and key(experience=workload) != first
+    assert key(seed=1) != first and key(earlier_workload=workload) != first
     trace.write_text("{ }")
     assert key() != first
     trace.write_text("{}")

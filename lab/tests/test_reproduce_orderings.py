@@ -222,11 +222,11 @@ def test_the_order_that_learns_begins_with_what_other_sessions_taught_it(recorde
     )
     points = load("pensieve_lab.experiments.registry").EXPERIMENTS["traces"].points(asked)
     chosen_on, held_out = split_by_session(trace)
-    taught = [point for point in points if point.experience is not None and point.workload.trace]
+    taught = [point for point in points if point.earlier_workload is not None and point.workload.trace]
     assert taught and {point.series for point in taught} == {"learned, with experience"}
     assert all(point.engine.cache.policy == "learned" for point in taught)
     for point in taught:
-        assert ids(point.experience.conversations(0)) <= ids(chosen_on)
+        assert ids(point.earlier_workload.conversations(0)) <= ids(chosen_on)
     for point in points:
         if point.workload.trace:
             assert ids(point.workload.conversations(0)) <= ids(held_out)
@@ -240,7 +240,7 @@ def test_sessions_of_a_later_time_are_held_out_in_both_senses(recorded):
     study = studies.Study(title="later", between_s=(400.0, 1000.0))
     file = load("pensieve_lab.experiments.settings").TraceFile(path, "pensieve")
     served = study.workload(file, small=False)
-    before = study.experience(served)
+    before = study.earlier_workload(served)
     chosen_on, held_out = map(ids, split_by_session(trace))
     starts = {one.conversation_id: one.arrival_s for one in trace.conversations}
     seen, now = ids(before.conversations(0)), ids(served.conversations(0))
@@ -248,7 +248,9 @@ def test_sessions_of_a_later_time_are_held_out_in_both_senses(recorded):
     assert seen and seen <= chosen_on and all(starts[name] < 400.0 for name in seen)
     for later in (one for one in studies.STUDIES["mooncake"] if one.between_s):
         workload = later.workload(file, small=False)
-        assert workload.half == studies.HELD_OUT and later.experience(workload).half == studies.CHOSEN_ON
+        assert (
+            workload.half == studies.HELD_OUT and later.earlier_workload(workload).half == studies.CHOSEN_ON
+        )
 
 
 def test_what_was_learned_before_is_what_a_run_begins_with(recorded, monkeypatch):
@@ -258,13 +260,13 @@ def test_what_was_learned_before_is_what_a_run_begins_with(recorded, monkeypatch
         device="h200", seeds=(0,), small=True, traces=(settings.TraceFile(path, "pensieve"),)
     )
     points = load("pensieve_lab.experiments.registry").EXPERIMENTS["traces"].points(asked)
-    point = next(point for point in points if point.experience is not None)
+    point = next(point for point in points if point.earlier_workload is not None)
     seen = []
 
     def simulate(scenario, sessions, **given):
-        seen.append(({session.conversation.conversation_id for session in sessions}, given["experience"]))
+        seen.append(({session.conversation.conversation_id for session in sessions}, given["learned_state"]))
         outcome = real(scenario, sessions, **given)
-        seen[-1] += (outcome.experience,)
+        seen[-1] += (outcome.learned_state,)
         return outcome
 
     real = module.simulate

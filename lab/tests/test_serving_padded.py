@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from lab.tests.serving_fakes import session, users
-from lab.tests.test_serving_peers import module
+from lab.tests.test_serving_baselines import module
 from model_defs import preset
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig
 from pensieve_lab.workload import UserTurn
 from tests.launching import load
 
-peers = load("pensieve_lab.serving.peers")
+stateless_baselines = load("pensieve_lab.serving.stateless_baselines")
 rebatching_server = load("pensieve_lab.serving.rebatching_server")
 serving_client = load("pensieve_lab.serving.client")
 serving_clock = load("pensieve_lab.serving.clock")
@@ -215,7 +215,7 @@ def test_a_batch_that_fails(model):
     clock.start()
     model.error = RuntimeError("out of memory")
     server.submit(turn("a", [0], 1, 5))
-    with pytest.raises(peers.PeerError, match="transformers failed a batch: out of memory"):
+    with pytest.raises(stateless_baselines.BaselineError, match="transformers failed a batch: out of memory"):
         while server.has_unfinished:
             server.step(0.0)
 

@@ -53,10 +53,10 @@ class _TreeCell(nnx.Module):
         fields = {"h": field(size, dtype=self.config.dtype), "c": field(size)}
         return fields | {"label": field(dtype=jnp.int32)} if self.head is not None else fields
 
-    def _leave(self, gates: jax.Array, kept: jax.Array | float) -> dict[str, jax.Array]:
+    def _leave(self, gates: jax.Array, kept_cell: jax.Array | float) -> dict[str, jax.Array]:
         """Compute the state from gates f32[B, 3 hidden] (input, output, update) and the children's kept c."""
         i, o, u = jnp.split(gates, 3, axis=1)
-        c = jax.nn.sigmoid(i) * jnp.tanh(u) + kept
+        c = jax.nn.sigmoid(i) * jnp.tanh(u) + kept_cell
         h = (jax.nn.sigmoid(o) * jnp.tanh(c)).astype(self.config.dtype)
         return {"h": h, "c": c} if self.head is None else {"h": h, "c": c, "label": best(self.head(h))}
 

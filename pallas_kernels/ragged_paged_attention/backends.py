@@ -290,6 +290,8 @@ def import_backend(backend: str) -> None:
         importlib.import_module(f"{__package__}.{TABLE[backend].module}")
 
 
-def _numbers(found: tuple[int, ...]) -> str:
+def _numbers(counts: tuple[int, ...]) -> str:
     """Return the numbers as text, or only the largest if they are all numbers from 1 to it."""
-    return f"at most {found[-1]}" if found == (*range(1, found[-1] + 1),) and len(found) > 1 else f"{found}"
+    return (
+        f"at most {counts[-1]}" if counts == (*range(1, counts[-1] + 1),) and len(counts) > 1 else f"{counts}"
+    )

@@ -25,15 +25,15 @@ _BITS_A_PASS = 2
 def xla_cutoffs(keys: jax.Array, masses: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """See `api.cutoffs`; arguments are already checked."""
     num_kept = jnp.where(top_k > 0, top_k, np.iinfo(np.int32).max)
-    by_count = _largest_cutoff(keys, lambda kept: kept.sum(axis=-1, dtype=jnp.int32) >= num_kept)
+    by_count = _largest_cutoff(keys, lambda is_kept: is_kept.sum(axis=-1, dtype=jnp.int32) >= num_kept)
     high, low = halves(jnp.where(keys >= by_count[:, None], masses, _WORD(0)))
 
-    def mass_of(kept: jax.Array) -> jax.Array:
-        sums = [jnp.where(kept, part, _WORD(0)).sum(axis=-1, dtype=jnp.uint32) for part in (high, low)]
+    def mass_of(is_kept: jax.Array) -> jax.Array:
+        sums = [jnp.where(is_kept, part, _WORD(0)).sum(axis=-1, dtype=jnp.uint32) for part in (high, low)]
         return total_mass(*sums)
 
     wanted = wanted_mass(top_p, mass_of(jnp.ones_like(keys, bool)))
-    by_mass = _largest_cutoff(keys, lambda kept: mass_of(kept) >= wanted)
+    by_mass = _largest_cutoff(keys, lambda is_kept: mass_of(is_kept) >= wanted)
     return jnp.maximum(by_count, jnp.where(top_p < 1, by_mass, _WORD(0)))
 
 

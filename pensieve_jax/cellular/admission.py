@@ -28,7 +28,7 @@ type UnfoldMany = Callable[[Sequence[Any], Graph], None]
 
 _AT_A_TIME = 512
 _SHORT = 128  # longest sentence, in words, whose columns are cached
-_NOBODY = np.empty(0, np.int64)
+_NO_IDS = np.empty(0, np.int64)
 
 
 class Unfolded(NamedTuple):
@@ -109,7 +109,7 @@ class Admission:
 
     def admit(self) -> np.ndarray:
         """Promise rows to waiting requests, in order, while they fit; return the ids of the admitted ones."""
-        admitted = [_NOBODY]
+        admitted = [_NO_IDS]
         while len(self.waiting):
             some = self.waiting.values[:_AT_A_TIME]  # not all at once, since the queue may be long
             num = self.budget.admit(self._tables.requests.rows[:, some].T)

@@ -25,8 +25,9 @@ class Piece(NamedTuple):
     Attributes:
       start: id of the first node.
       kind: index of their type.
-      label: label of their subgraph, before merged labels are resolved; if `is_apart`, the first node's.
-      is_apart: whether each node is a subgraph of its own, with consecutive labels.
+      label: label of their subgraph, before merged labels are resolved; with
+        `nodes_are_subgraphs`, the first node's.
+      nodes_are_subgraphs: whether each node is a subgraph of its own, with consecutive labels.
       stage: stage of their subgraph.
       after: node that the first node of a chain reads; `NO_NODE` is the initial state.
       inputs: i64[n, fan_in]; None for a chain.
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
     start: int
     kind: int
     label: int
-    is_apart: bool
+    nodes_are_subgraphs: bool
     stage: int
     after: int
     inputs: np.ndarray | None
@@ -108,7 +109,7 @@ class GraphBatch:
     def label(self, node: int) -> int:
         """Return the label of a node's subgraph."""
         piece = self.piece(node)
-        return piece.label + (node - piece.start if piece.is_apart else 0)
+        return piece.label + (node - piece.start if piece.nodes_are_subgraphs else 0)
 
     def root(self, label: int) -> int:
         """Return the root of all labels that were merged with this one."""

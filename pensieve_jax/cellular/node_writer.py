@@ -155,13 +155,15 @@ class NodeWriter(GraphBatch):
         if len(immediates) != len(kind.immediates) or immediates.keys() != {*kind.immediates}:
             raise self._bad("immediates", sorted(immediates), f"{list(kind.immediates)}, for {kind.name}")
         self._append_immediates(kind, num, immediates)
-        is_apart = label is None
+        nodes_are_subgraphs = label is None
         if label is None:
             label = len(self.joined)
             self.joined.extend(range(label, label + num))
         elif label == NEW_LABEL:
             label = self.new_label()
-        self.add_piece(num, Piece(self.num_nodes, kind.index, label, is_apart, stage, after, inputs, stop))
+        self.add_piece(
+            num, Piece(self.num_nodes, kind.index, label, nodes_are_subgraphs, stage, after, inputs, stop)
+        )
         return range(own, own + num)
 
     def _append_immediates(

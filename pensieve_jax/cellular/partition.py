@@ -97,9 +97,9 @@ def _inputs(graph: Graph, starts: np.ndarray, num: int) -> np.ndarray:
 def _subgraphs(graph: Graph, starts: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the subgraph of every node, and the first node of every subgraph, in the order of these."""
     label = np.array([piece.label for piece in graph.pieces], np.int64)
-    is_apart = np.array([piece.is_apart for piece in graph.pieces])
-    if is_apart.any():  # then expand to nodes; otherwise work on pieces, which are fewer
-        apart = np.repeat(is_apart, sizes)
+    nodes_are_subgraphs = np.array([piece.nodes_are_subgraphs for piece in graph.pieces])
+    if nodes_are_subgraphs.any():  # then expand to nodes; otherwise work on pieces, which are fewer
+        apart = np.repeat(nodes_are_subgraphs, sizes)
         label = np.repeat(label, sizes) + np.where(
             apart, np.arange(graph.num_nodes) - np.repeat(starts, sizes), 0
         )

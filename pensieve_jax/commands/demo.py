@@ -94,8 +94,8 @@ def serve(llm: LLM) -> list[DemoTurn]:
     earlier: dict[str, list[EarlierTurn]] = {name: [] for name in names}
     num_rounds = max(len(script.messages) for script in CONVERSATIONS.values())
     for index in range(num_rounds):
-        said = [CONVERSATIONS[name].messages[index] for name in names]
-        messages = [[*([] if index else [system]), {"role": "user", "content": text}] for text in said]
+        texts = [CONVERSATIONS[name].messages[index] for name in names]
+        messages = [[*([] if index else [system]), {"role": "user", "content": text}] for text in texts]
         prompts = [
             template.turn_token_ids(earlier[name], one) for name, one in zip(names, messages, strict=True)
         ]
@@ -109,7 +109,7 @@ def serve(llm: LLM) -> list[DemoTurn]:
             prefix=llm.share_prefix(shared) if shared else None,
         )
         for name, text, sent, history, ids, output, found in zip(
-            names, said, messages, histories, prompts, outputs, tiers, strict=True
+            names, texts, messages, histories, prompts, outputs, tiers, strict=True
         ):
             params_of = CONVERSATIONS[name].params
             turns.append(DemoTurn(name, index + 1, text, history, tuple(ids), params_of, output, found))

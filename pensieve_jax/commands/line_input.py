@@ -32,14 +32,14 @@ class LineInput:
       is_terminal: whether the input is a terminal.
     """
 
-    def __init__(self, kept: Path | None, words: Sequence[str] = ()) -> None:
+    def __init__(self, history_file: Path | None, words: Sequence[str] = ()) -> None:
         """Recall the lines of the file `kept`, and append to it; None stores none. Tab completes `words`.
 
         Raises InvalidRequestError, which names --line_history, if the file cannot be read or written.
         """
         self.is_terminal = sys.stdin.isatty()
         self._readline = _editor(words) if self.is_terminal and sys.stdout.isatty() else None
-        self._kept = None if self._readline is None or kept is None else KeptLines(kept)
+        self._kept = None if self._readline is None or history_file is None else KeptLines(history_file)
         self._last = ""
         if self._readline is not None and self._kept is not None:
             for line in self._kept.lines:

@@ -74,8 +74,8 @@ def check_replicas(replicas: int, history: str | None) -> None:
         raise ConfigError("--replicas", replicas, "an integer of at least 1")
     if not is_postgres(history):
         limit = "postgresql://USER@HOST/DATABASE with --replicas"
-        kept = None if history is None else shown(history)
-        raise ConfigError("--history", kept, limit, "several engines cannot share a file")
+        history_shown = None if history is None else shown(history)
+        raise ConfigError("--history", history_shown, limit, "several engines cannot share a file")
 
 
 def _need(what: str, packages: Sequence[str], extras: str) -> None:
@@ -198,10 +198,12 @@ def sizes_in_words(info: EngineInfo) -> str:
 
 def next_steps(address: str, history: str | None) -> str:
     """Return the next steps for a user at a terminal."""
-    kept = f"stored in {shown(history)}" if history else "deleted at the end; --history=FILE stores them"
+    where_stored = (
+        f"stored in {shown(history)}" if history else "deleted at the end; --history=FILE stores them"
+    )
     return (
         f"open this address in a browser to chat; the API is {address}/v1; Ctrl-C stops the server\n"
-        f"conversations are {kept}"
+        f"conversations are {where_stored}"
     )
 
 

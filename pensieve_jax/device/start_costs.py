@@ -68,8 +68,10 @@ def start_sizes(
         return num_chunks if num_pages == 1 else min(num_chunks, (num_state - num_chunks) // (num_pages - 1))
 
     doublings = [1 << i for i in range((context_tokens // chunk_tokens).bit_length()) if num_long(1 << i)]
-    kept = sorted({*doublings[::2], *doublings[-1:]})
-    return StartSizes(num_chunks, tuple(TimedLength(pages * chunk_tokens, num_long(pages)) for pages in kept))
+    sizes = sorted({*doublings[::2], *doublings[-1:]})
+    return StartSizes(
+        num_chunks, tuple(TimedLength(pages * chunk_tokens, num_long(pages)) for pages in sizes)
+    )
 
 
 def too_few_lengths(

@@ -114,8 +114,8 @@ class Engine:
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
         )
-        kept = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
-        self._conversations = ConversationTable(*kept, stateful=config.stateful)
+        unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
+        self._conversations = ConversationTable(*unchanged, stateful=config.stateful)
         self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
         placer = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
         self._submitter = TurnSubmitter(self._loop, self._ledger, placer, self.limits, self._tokenizer)

@@ -103,26 +103,26 @@ class TurnLedger:
         example because another replica was first, only that turn gets the error.
         """
         turns = self._held(self._turns[reply.request] for reply, _ in endings)
-        kept = [ending for ending in endings if ending[0].durable]
+        durable = [ending for ending in endings if ending[0].durable]
         now_s = self._clock.now()  # once, so that a turn's output and the history have the same time
         try:
-            if kept:
-                records = [self._record(reply, reason, now_s) for reply, reason in kept]
-                attachments = [None if reply.node is None else reply.node.attachment for reply, _ in kept]
+            if durable:
+                records = [self._record(reply, reason, now_s) for reply, reason in durable]
+                attachments = [None if reply.node is None else reply.node.attachment for reply, _ in durable]
                 began_s = time.perf_counter()
                 refused = self._store.commit(records, attachments, self.in_use)
                 self._stats.count_commit(time.perf_counter() - began_s)
-                for position, (record, (reply, _)) in enumerate(zip(records, kept, strict=True)):
+                for position, (record, (reply, _)) in enumerate(zip(records, durable, strict=True)):
                     if position in refused:
                         self.lose([reply], refused[position])
                     elif reply.node is None:
                         reply.request.conversation.head = record.turn_id
         except PensieveError as error:
-            self.lose([reply for reply, _ in kept], error)
+            self.lose([reply for reply, _ in durable], error)
         for reply, reason in endings:
             if not reply.done:
                 self._settle(reply, reason, now_s)
-        self._state_store.count(len(kept))
+        self._state_store.count(len(durable))
         return turns
 
     def cancel(self, reply: ReplyState) -> None:

@@ -65,7 +65,7 @@ class EngineLoop[Step]:
           observe: called with every step's decisions; see `Observe`.
           on_drop: called for every dropped chunk, also between steps.
           on_move: called for chunks that change their owner when conversations fork.
-          experience: state from which a learning order starts.
+          learned_state: state from which a learning order starts.
         """
         self.cache = CacheManager(
             config.cache,

@@ -105,19 +105,19 @@ def read(connection: Connection, conversation_id: str) -> tuple[ConversationInfo
     return found, turns_table.path_rows(connection, "", _existing(connection, conversation_id).head_turn)
 
 
-def unpack(found: ConversationInfo, rows: list[TurnRow]) -> ConversationRecord:
+def unpack(info: ConversationInfo, rows: list[TurnRow]) -> ConversationRecord:
     """Return the record for `HistoryStore.load`; raise HistoryCorruptError for damaged or missing tokens."""
-    conversation_id = found.conversation_id
+    conversation_id = info.conversation_id
     turns = tuple(codec.unpack_turn(row, conversation_id) for row in rows)
     token_ids = codec.unpack_token_ids(turns_table.joined_ids(rows))
-    whole = len(turns) == found.num_turns and len(token_ids) == found.num_tokens
+    whole = len(turns) == info.num_turns and len(token_ids) == info.num_tokens
     if not whole or not turns_table.in_order(turns):
         raise HistoryCorruptError(
-            f"Conversation {conversation_id!r} is damaged: it should hold {found.num_turns} turns of "
-            f"{found.num_tokens} tokens, but {len(turns)} turns of {len(token_ids)} tokens were found. "
+            f"Conversation {conversation_id!r} is damaged: it should hold {info.num_turns} turns of "
+            f"{info.num_tokens} tokens, but {len(turns)} turns of {len(token_ids)} tokens were found. "
             "End it; the other conversations are good."
         )
-    return ConversationRecord(conversation_id, token_ids, turns, found.last_active_s)
+    return ConversationRecord(conversation_id, token_ids, turns, info.last_active_s)
 
 
 def head(connection: Connection, conversation_id: str) -> str | None:

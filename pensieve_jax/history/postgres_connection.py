@@ -208,17 +208,19 @@ def as_history_error(
     """Return the error to report. It has only the first line, since other lines may quote users' texts."""
     reason = location.without_secret(_words(error))
     where, state = f"history is {location.shown!r}", _state(error)
-    kept = "whether this call was stored is not known" if may_be_kept else "nothing of this call was stored"
+    outcome = (
+        "whether this call was stored is not known" if may_be_kept else "nothing of this call was stored"
+    )
     if state.startswith(_DENIED):
-        return HistoryDeniedError(f"{where}, which refuses this user ({reason}); {kept}.")
+        return HistoryDeniedError(f"{where}, which refuses this user ({reason}); {outcome}.")
     if state.startswith(_BUSY):
-        return HistoryUnavailableError(f"{where}, which is too busy ({reason}); {kept}.", may_be_kept)
+        return HistoryUnavailableError(f"{where}, which is too busy ({reason}); {outcome}.", may_be_kept)
     if _is_away(error):
         return HistoryUnavailableError(
-            f"{where}, which cannot be reached ({reason}); {kept}. The next call tries again.",
+            f"{where}, which cannot be reached ({reason}); {outcome}. The next call tries again.",
             may_be_kept,
         )
-    return HistoryError(f"{where}, which could not be read or written ({reason}); {kept}.")
+    return HistoryError(f"{where}, which could not be read or written ({reason}); {outcome}.")
 
 
 def _cannot_connect(error: psycopg.Error, location: PostgresLocation) -> HistoryError:

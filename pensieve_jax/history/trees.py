@@ -128,5 +128,5 @@ def _bounds(root: str) -> tuple[str, str]:
 
 def _text(items: str) -> str:
     """Return the user's text in a request, without the instructions before it."""
-    said = [item for item in json.loads(items) if item.get("role") == "user"]
-    return text_of(said[-1]) if said else ""
+    user_items = [item for item in json.loads(items) if item.get("role") == "user"]
+    return text_of(user_items[-1]) if user_items else ""

@@ -39,6 +39,6 @@ class RebatchingRunner(Protocol):
         """Return whether a row's copy to host memory is done and its device memory is free."""
         ...
 
-    def reset(self, kept: Collection[int]) -> None:
+    def reset(self, kept_serials: Collection[int]) -> None:
         """Discard the ring and all rows except those of `kept`, which are in host memory."""
         ...

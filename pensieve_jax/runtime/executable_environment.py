@@ -120,5 +120,5 @@ def _processor() -> str:
     if not _PROCESSOR.is_file():
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
     lines = set(_PROCESSOR.read_text().splitlines())
-    kept = sorted(line for line in lines if line.startswith(("flags", "Features", "model")))
-    return repr((platform.machine(), kept))
+    features = sorted(line for line in lines if line.startswith(("flags", "Features", "model")))
+    return repr((platform.machine(), features))

@@ -195,10 +195,10 @@ class Request:
             self.holes[:1] = [(next_start, end)] if next_start < end else []
             self._count_as_reused([(start, next_start)])
 
-    def _count_as_reused(self, found: Intervals) -> None:
+    def _count_as_reused(self, intervals: Intervals) -> None:
         """Move tokens from "recomputed" to "reused": another request computed them."""
-        new = _in_both(found, self._uncomputed)
-        self.resume_recomputed_tokens -= _num_in(found) - _num_in(new)  # these had KV at its suspension
+        new = _in_both(intervals, self._uncomputed)
+        self.resume_recomputed_tokens -= _num_in(intervals) - _num_in(new)  # these had KV at its suspension
         self._reused_tokens += _num_in(new)
         self._recomputed_tokens -= sum(self._num_computed_before(start, end) for start, end in new)
 

@@ -175,7 +175,7 @@ def habits(seed: int) -> ReturnModel:
     return ReturnModel(returns.astype(float), exposure_s.astype(float))
 
 
-def experience_of(seed: int, followed: str = "returns") -> LearnedState:
+def learned_state_of(seed: int, followed: str = "returns") -> LearnedState:
     """Return the learned state of an order for users with `habits`."""
     model = habits(seed)
     return LearnedState(

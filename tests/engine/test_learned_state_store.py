@@ -8,7 +8,7 @@ import pytest
 
 from pensieve_jax.core.errors import HistoryError
 from pensieve_jax.engine import learned_state_store as kept
-from tests.cache.helpers import experience_of
+from tests.cache.helpers import learned_state_of
 from tests.engine.harness import Harness, small_config
 
 LEARNED = small_config(policy="learned")
@@ -182,7 +182,7 @@ def test_explain_and_stats_name_the_order_in_use():
     talk(harness, 2)
     text = str(harness.engine.explain("a"))
     assert "eviction order 'learned'" in text and "following 'retention'" in text
-    harness.engine.cache.turns.begin(experience_of(1, "lru"))
+    harness.engine.cache.turns.begin(learned_state_of(1, "lru"))
     assert "following 'lru'" in str(harness.engine.explain("a"))
     stats = harness.engine.stats()
     assert stats["num_order_changes"] == 0 and stats["shadow_lru_recompute_s"] == 0

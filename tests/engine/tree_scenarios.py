@@ -31,7 +31,7 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
 )
 from tests.cache.fork_scenarios import run_fork_scenario
-from tests.cache.helpers import experience_of
+from tests.cache.helpers import learned_state_of
 from tests.engine.branch_checks import check_branches
 from tests.engine.harness import MAX_STEPS, Harness
 from tests.engine.outcomes import COUNTED
@@ -79,7 +79,7 @@ class TreeScenario:
         self.trees = Forest(self.harness)
         self.trees.tokens = self.tokens
         if self.config.cache.policy == "learned":
-            self.engine.cache.turns.begin(experience_of(self.seed))
+            self.engine.cache.turns.begin(learned_state_of(self.seed))
 
     def run(self) -> None:
         ops = CALM if self.choose.pick((True, False)) else OPS

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import HistoryError, StepFailedError
-from tests.cache.helpers import experience_of
+from tests.cache.helpers import learned_state_of
 from tests.engine.harness import MAX_STEPS, Harness
 from tests.engine.oracles import Bench, TurnFacts
 from tests.engine.outcomes import COUNTED, Running, check_output, check_usage
@@ -67,7 +67,7 @@ class TurnDriver:
         )
         self.engine, self.store = self.harness.engine, self.harness.store
         if self.scenario.config.cache.policy == "learned":  # a scenario is too short to learn much
-            self.engine.cache.turns.begin(experience_of(len(self.scenario.ops)))
+            self.engine.cache.turns.begin(learned_state_of(len(self.scenario.ops)))
 
     def close(self) -> None:
         """Close the engine, and keep its counters."""

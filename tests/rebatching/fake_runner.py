@@ -104,10 +104,12 @@ class FakeRunner:
         self.reset(())
         self.rows: dict[int, FakeRow] = {}
 
-    def reset(self, kept: Collection[int]) -> None:
-        if kept:
-            assert all(self.rows[serial].where == "host" for serial in kept)
-        self.rows = {serial: row for serial, row in getattr(self, "rows", {}).items() if serial in kept}
+    def reset(self, kept_serials: Collection[int]) -> None:
+        if kept_serials:
+            assert all(self.rows[serial].where == "host" for serial in kept_serials)
+        self.rows = {
+            serial: row for serial, row in getattr(self, "rows", {}).items() if serial in kept_serials
+        }
         self.shape: RingShape | None = None
         self.ring = np.zeros((NUM_LAYERS, 0, 0), np.uint64)
         self.valid = np.zeros((0, 0), bool)

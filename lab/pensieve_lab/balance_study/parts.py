@@ -253,12 +253,12 @@ def _row(scene: Scene, rule: str, ran: RunResult) -> Row:
     }
 
 
-def _rounded(found: dict[str, Any]) -> dict[str, Any]:
+def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {
         key: _rounded(value)
         if isinstance(value, dict)
         else (float(f"{value:.5g}") if isinstance(value, float) else value)
-        for key, value in found.items()
+        for key, value in figures.items()
     }
 
 

@@ -29,7 +29,7 @@ from pensieve_lab.balance.state_aware import LeastTokens, StateAware
 from pensieve_lab.balance_study.loads import CHUNK_TOKENS, PROFILE, Load
 from pensieve_lab.simulator import DeviceProfile, Replica
 from pensieve_lab.simulator.fleet import Change, Fleet, Fronts, Member
-from pensieve_lab.simulator.sketch import FluidReplica
+from pensieve_lab.simulator.fluid_replica import FluidReplica
 from pensieve_lab.simulator.step_time import StepLoad, StepTime
 from pensieve_lab.workload import Session
 from pensieve_lab.workload.client import Client

@@ -53,11 +53,11 @@ class Timeline:
 def run(make_scheduler: Any) -> Timeline:
     """Serve the requests with one task per launch."""
     shape = shapes.lstm(MAX_BATCH)
-    told = Timeline()
+    timeline = Timeline()
 
     def observe(begin_s: float, tasks: list[np.ndarray]) -> None:
         for place, serials in enumerate(tasks):
-            told.tasks.append((begin_s + place, tuple(sorted((1 + serials).tolist()))))
+            timeline.tasks.append((begin_s + place, tuple(sorted((1 + serials).tolist()))))
 
     served = simulate(
         shape.types,
@@ -69,5 +69,5 @@ def run(make_scheduler: Any) -> Timeline:
         make_scheduler,
         observe=observe,
     )
-    told.begin_s, told.end_s = served.begin_s, served.end_s
-    return told
+    timeline.begin_s, timeline.end_s = served.begin_s, served.end_s
+    return timeline

@@ -33,9 +33,9 @@ class ProgramFailedError(PensieveError):
 
 def run_langchain(python: str, url: str) -> tuple[list[Outcome], dict[str, str]]:
     """Return the outcomes from an interpreter that has langchain-openai, and its package versions."""
-    told = _told([python, str(_LANGCHAIN_CASES), url], Path.cwd())
-    problems: dict[str, str | None] = told["problems"]
-    return [Outcome("langchain", name, "langchain", False, why) for name, why in problems.items()], told[
+    results = _json_at_end([python, str(_LANGCHAIN_CASES), url], Path.cwd())
+    problems: dict[str, str | None] = results["problems"]
+    return [Outcome("langchain", name, "langchain", False, why) for name, why in problems.items()], results[
         "versions"
     ]
 
@@ -46,9 +46,9 @@ def run_open_responses(bun: str, checkout: str, url: str) -> list[Outcome]:
     The checkout must contain its generated schemas and zod.
     """
     command = [bun, "run", "bin/compliance-test.ts", "-u", url, "-k", "none", "-m", MODEL, "--json"]
-    told = _told(command, Path(checkout))
+    results = _json_at_end(command, Path(checkout))
     outcomes = []
-    for one in told["results"]:
+    for one in results["results"]:
         is_outside = any(one["id"].startswith(prefix) for prefix in OUTSIDE)
         failed = one["status"] != "passed"
         problem = None
@@ -60,7 +60,7 @@ def run_open_responses(bun: str, checkout: str, url: str) -> list[Outcome]:
     return outcomes
 
 
-def _told(command: list[str], directory: Path) -> Any:
+def _json_at_end(command: list[str], directory: Path) -> Any:
     """Return the JSON object at the end of a program's output; raises ProgramFailedError."""
     done = subprocess.run(
         command, cwd=directory, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
@@ -69,7 +69,7 @@ def _told(command: list[str], directory: Path) -> Any:
     try:
         return json.loads(done.stdout[start:])
     except json.JSONDecodeError as error:
-        said = (done.stderr or done.stdout)[-500:]
+        output_tail = (done.stderr or done.stdout)[-500:]
         raise ProgramFailedError(
-            f"{command[0]} exited with {done.returncode}; its last output: {said}"
+            f"{command[0]} exited with {done.returncode}; its last output: {output_tail}"
         ) from error

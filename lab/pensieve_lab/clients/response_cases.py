@@ -30,8 +30,8 @@ _EVENTS = (
 
 def state_of(usage: Any) -> dict[str, int]:
     """Return the `usage.pensieve` object."""
-    told: dict[str, int] = usage.to_dict()["pensieve"]
-    return told
+    sources: dict[str, int] = usage.to_dict()["pensieve"]
+    return sources
 
 
 @case(RESPONSES, "create, with instructions, metadata and a seed")

@@ -37,17 +37,17 @@ def read_trace_file(
     Raises ConfigError, which names `flag`, for a file that cannot be opened, and for one of texts without a
     tokenizer; TraceError for invalid content.
     """
-    told = _SkippedRows()
+    skipped = _SkippedRows()
     try:
         format = format or guess_format(path)
         if tokenizer is None and format in TEXT_FORMATS:
             limit = f'given, or "{WORDS}", for a file of {format}, which holds texts'
             raise ConfigError("--tokenizer", None, limit)
-        trace = read_trace(path, format=format, count_tokens=_count_tokens(tokenizer), on_skip=told.see)
+        trace = read_trace(path, format=format, count_tokens=_count_tokens(tokenizer), on_skip=skipped.see)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(flag, path, "a file that can be read", reason) from error
-    told.end(Path(path))
+    skipped.end(Path(path))
     return trace, format
 
 

@@ -138,9 +138,9 @@ def _curve(series: Series, key: str, factor: float = 1.0) -> Curve:
     return list(zip(series.time_s[places].tolist(), values.tolist(), strict=True))
 
 
-def _mean(found: Sequence[Series], read: Callable[[Series], float]) -> float:
+def _mean(series: Sequence[Series], read: Callable[[Series], float]) -> float:
     """Return the mean over seeds."""
-    return float(np.mean([read(one) for one in found]))
+    return float(np.mean([read(one) for one in series]))
 
 
 def _until(key: str, share: float) -> Callable[[Series], float]:
@@ -153,11 +153,11 @@ def _until(key: str, share: float) -> Callable[[Series], float]:
     return read
 
 
-def _mean_and_peak(found: Sequence[Series], key: str) -> tuple[float, float]:
+def _mean_and_peak(runs: Sequence[Series], key: str) -> tuple[float, float]:
     """Return mean and peak over time in megabytes."""
 
     def over_time(series: Series) -> float:
         return float(np.average(getattr(series, key)[:-1], weights=np.diff(series.time_s)))
 
-    peak = _mean(found, lambda series: float(getattr(series, key).max()))
-    return _mean(found, over_time) / _MEGABYTE, peak / _MEGABYTE
+    peak = _mean(runs, lambda series: float(getattr(series, key).max()))
+    return _mean(runs, over_time) / _MEGABYTE, peak / _MEGABYTE

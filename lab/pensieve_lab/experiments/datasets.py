@@ -111,10 +111,10 @@ def _cell(by_seed: dict[int, dict[str, Any]], name: str) -> str:
     return f"{found.mean:,.{digits}f} ({found.low:,.{digits}f}-{found.high:,.{digits}f})"
 
 
-def _means(found: dict[str, dict[int, dict[str, Any]]], name: str) -> dict[str, Curve]:
+def _means(means: dict[str, dict[int, dict[str, Any]]], name: str) -> dict[str, Curve]:
     """Return one curve per dataset, the mean of its seeds."""
     curves: dict[str, Curve] = {}
-    for shape, by_seed in found.items():
+    for shape, by_seed in means.items():
         together: Sequence[Curve] = [one[name] for one in by_seed.values()]
         curves[f"{shape}-like, made"] = [
             (points[0][0], sum(y for _, y in points) / len(points)) for points in zip(*together, strict=True)

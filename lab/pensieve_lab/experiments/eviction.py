@@ -39,12 +39,12 @@ def by_policy(system: System) -> list[System]:
     return [dataclasses.replace(system, name=policy, policy=policy) for policy in POLICIES]
 
 
-def retention_over(found: Sequence[Group]) -> list[tuple[str, float, str, Spread]]:
+def retention_over(groups: Sequence[Group]) -> list[tuple[str, float, str, Spread]]:
     """Return (panel, x, policy, retention's recompute share over the policy's) where that is defined.
 
     The mean is the ratio of means, which weights seeds by how much they recompute; the range is over seeds.
     """
-    by_place = {(group.panel, group.x, group.series): group for group in found}
+    by_place = {(group.panel, group.x, group.series): group for group in groups}
     compared = []
     for (panel, x, policy), group in by_place.items():
         retention = by_place[panel, x, "retention"]
@@ -171,7 +171,7 @@ def row_of(group: Group) -> Row:
     ]
 
 
-def policy_panel(found: Sequence[Group], panel: str, x_label: str, *, log_x: bool = False) -> Panel:
+def policy_panel(groups: Sequence[Group], panel: str, x_label: str, *, log_x: bool = False) -> Panel:
     """Return a panel of recompute shares by policy."""
     return Panel(
         title=panel,
@@ -180,7 +180,7 @@ def policy_panel(found: Sequence[Group], panel: str, x_label: str, *, log_x: boo
         curves={
             policy: sorted(
                 (group.x, group.mean("recompute_share"))
-                for group in found
+                for group in groups
                 if (group.panel, group.series) == (panel, policy)
             )
             for policy in POLICIES
@@ -189,8 +189,8 @@ def policy_panel(found: Sequence[Group], panel: str, x_label: str, *, log_x: boo
     )
 
 
-def _beside_lru(found: Sequence[Group]) -> list[Row]:
-    by_place = {(group.panel, group.x, group.series): group for group in found}
+def _beside_lru(groups: Sequence[Group]) -> list[Row]:
+    by_place = {(group.panel, group.x, group.series): group for group in groups}
     rows: list[Row] = []
     for (panel, x, policy), group in by_place.items():
         if policy == "lru":

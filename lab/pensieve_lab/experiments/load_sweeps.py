@@ -139,11 +139,11 @@ class LoadSweep:
             ),
         )
 
-    def _levels(self, settings: Settings, panel: LoadPanel, found: Sequence[Group]) -> list[dict[str, Any]]:
+    def _levels(self, settings: Settings, panel: LoadPanel, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Return the throughputs at the level of one panel, for JSON."""
         level_s = panel.level_s[settings.device]
         at_level = {
-            system.name: throughputs_at(level_s, _curve(found, panel.title, system.name))
+            system.name: throughputs_at(level_s, _curve(groups, panel.title, system.name))
             for system in self.systems
         }
         base = at_level[self._base]
@@ -159,7 +159,7 @@ class LoadSweep:
             for name, by_seed in at_level.items()
         ]
 
-    def _panel(self, settings: Settings, panel: LoadPanel, found: Sequence[Group]) -> Panel:
+    def _panel(self, settings: Settings, panel: LoadPanel, groups: Sequence[Group]) -> Panel:
         level_s = panel.level_s[settings.device]
         return Panel(
             title=panel.title,
@@ -168,7 +168,7 @@ class LoadSweep:
             curves={
                 system.label: [
                     (group.mean("requests_per_s"), 1e3 * group.latency_s)
-                    for group in _curve(found, panel.title, system.name)
+                    for group in _curve(groups, panel.title, system.name)
                 ]
                 for system in self.systems
             },
@@ -179,7 +179,7 @@ class LoadSweep:
                             group.runs[seed].figures["requests_per_s"],
                             1e3 * latency_s(group.runs[seed].figures),
                         )
-                        for group in _curve(found, panel.title, system.name)
+                        for group in _curve(groups, panel.title, system.name)
                     ]
                     for seed in settings.seeds
                 ]
@@ -212,9 +212,9 @@ def _load_row(group: Group) -> Row:
     ]
 
 
-def _curve(found: Sequence[Group], panel: str, series: str) -> list[Group]:
+def _curve(groups: Sequence[Group], panel: str, series: str) -> list[Group]:
     """Return the groups of a series, sorted by load."""
-    of_series = (group for group in found if (group.panel, group.series) == (panel, series))
+    of_series = (group for group in groups if (group.panel, group.series) == (panel, series))
     return sorted(of_series, key=lambda group: group.x)
 
 

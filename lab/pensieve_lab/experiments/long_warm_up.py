@@ -98,13 +98,13 @@ def _level_row(place: tuple[str, float], by_seed: BySeed, over: BySeed) -> Row:
     return [place[0], f"{place[1]:g}", in_cell(by_seed), in_cell(over)]
 
 
-def _curve(found: list[Group], series: str, think_s: float) -> list[Group]:
+def _curve(groups: list[Group], series: str, think_s: float) -> list[Group]:
     """Return the groups of a curve, sorted by load."""
-    of_series = (group for group in found if (group.series, group.x) == (series, think_s))
+    of_series = (group for group in groups if (group.series, group.x) == (series, think_s))
     return sorted(of_series, key=lambda group: group.rate_per_s or 0.0)
 
 
-def _panel(found: list[Group], places: dict[tuple[str, float], None], level_s: float) -> Panel:
+def _panel(groups: list[Group], places: dict[tuple[str, float], None], level_s: float) -> Panel:
     systems: dict[str, System] = {system.name: system for system in (BOTH_TIERS, NO_STATE)}
     return Panel(
         title="after a long warm-up",
@@ -113,7 +113,7 @@ def _panel(found: list[Group], places: dict[tuple[str, float], None], level_s: f
         curves={
             f"{systems[series].label}, {think_s:g} s": [
                 (group.mean("requests_per_s"), 1e3 * group.latency_s)
-                for group in _curve(found, series, think_s)
+                for group in _curve(groups, series, think_s)
             ]
             for series, think_s in places
         },

@@ -46,8 +46,8 @@ class Point:
       device, model: as `machines.load_profile` takes them.
       engine: configuration of the engine; `cache.cpu_bytes` is converted to pages.
       workload: conversations and their arrival times.
-      experience: an earlier workload of the same engine, from which a learning policy starts. None starts
-        without. That run is not measured, and no KV cache outlives it.
+      earlier_workload: what the same engine served before, so that a learning policy starts with what
+        it learned there; None starts without. That run is not measured, and no KV cache outlives it.
     """
 
     panel: str
@@ -58,7 +58,7 @@ class Point:
     model: str
     engine: EngineConfig
     workload: Workload
-    experience: Workload | None = None
+    earlier_workload: Workload | None = None
 
 
 class Measured(NamedTuple):
@@ -81,10 +81,10 @@ def measure(point: Point) -> Measured:
         warm_up_s=workload.warm_up_s,
         window_s=workload.window_s,
     )
-    experience = None
-    if point.experience is not None:
-        experience = _simulate(scenario, point.experience, point.seed).experience
-    outcome = _simulate(scenario, workload, point.seed, experience)
+    learned_state = None
+    if point.earlier_workload is not None:
+        learned_state = _simulate(scenario, point.earlier_workload, point.seed).learned_state
+    outcome = _simulate(scenario, workload, point.seed, learned_state)
     found = figures(outcome, num_replicas=1)
     seconds = RecomputeSeconds(costs, cache.chunk_tokens, workload.max_context_tokens)
     recompute_s, history_s = seconds.of(outcome.answers, cache.policy)
@@ -98,15 +98,15 @@ def measure(point: Point) -> Measured:
 
 
 def _simulate(
-    scenario: Scenario, workload: Workload, seed: int, experience: LearnedState | None = None
+    scenario: Scenario, workload: Workload, seed: int, learned_state: LearnedState | None = None
 ) -> Outcome:
     sessions = workload.sessions(seed)
-    with _kept(sessions):
-        return simulate(scenario, sessions, experience=experience)
+    with _frozen(sessions):
+        return simulate(scenario, sessions, learned_state=learned_state)
 
 
 @contextlib.contextmanager
-def _kept(sessions: Sequence[Session]) -> Iterator[None]:
+def _frozen(sessions: Sequence[Session]) -> Iterator[None]:
     """Freeze many sessions for the whole run, so that the garbage collector does not rescan them.
 
     Freezing first scans all objects once, which takes longer than a small run.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pensieve_lab.experiments.kept import measure_kept
+from pensieve_lab.experiments.point_cache import measure_cached
 from pensieve_lab.experiments.points import Measured, Point, measure
 
 
@@ -26,7 +26,7 @@ def measure_all(
 
     Points that the directory `keep` already has are not simulated again.
     """
-    measured = measure if keep is None else partial(measure_kept, directory=keep)
+    measured = measure if keep is None else partial(measure_cached, directory=keep)
     found = _measured(points, measured, num_processes)
     return list(tqdm(found, title, total=len(points), disable=not shown, leave=False))
 

@@ -87,7 +87,7 @@ def _point(settings: Settings, studied: StudiedTrace, system: System, place: Pla
             chunk_tokens=studied.chunk_tokens,
         ),
         workload=workload,
-        experience=studied.experience if system.name == EXPERIENCED else None,
+        earlier_workload=studied.earlier_workload if system.name == EXPERIENCED else None,
     )
 
 
@@ -115,11 +115,11 @@ def findings(settings: Settings, measured: list[Measured]) -> Findings:
     )
 
 
-def beside_better(found: list[Group]) -> list[dict[str, Any]]:
+def beside_better(groups: list[Group]) -> list[dict[str, Any]]:
     """Return the ratio of every policy to the better one of two at each place: mean and range over seeds."""
-    by_place = {(group.panel, group.x, group.series): group for group in found}
+    by_place = {(group.panel, group.x, group.series): group for group in groups}
     rows = []
-    for group in found:
+    for group in groups:
         bases = [by_place[group.panel, group.x, name] for name in BETTER_OF]
         row: dict[str, Any] = {"panel": group.panel, "x": group.x, "series": group.series}
         for name, get in _COMPARED.items():

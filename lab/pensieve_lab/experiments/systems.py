@@ -19,7 +19,7 @@ _LABELS = {
     "pensieve": "both tiers",
     "pensieve-gpu": "device alone",
     "stateless": "no state between turns",
-    "not unified": "both tiers, phases apart",
+    "not unified": "both tiers, separate phases",
 }
 # Of small versions: contexts, and device and host memory.
 _SMALL_CONTEXT_TOKENS, _SMALL_MEMORY_TOKENS = 2048, (12_000, 60_000)

@@ -163,9 +163,9 @@ def _level_row(place: tuple[str, float], by_seed: BySeed, over: BySeed) -> Row:
     return [place[0], f"{place[1]:g}", in_cell(by_seed), in_cell(over)]
 
 
-def _curve(found: Sequence[Group], series: str, think_s: float) -> list[Group]:
+def _curve(groups: Sequence[Group], series: str, think_s: float) -> list[Group]:
     """Return the groups of a curve, sorted by load."""
-    of_series = (group for group in found if (group.series, group.x) == (series, think_s))
+    of_series = (group for group in groups if (group.series, group.x) == (series, think_s))
     return sorted(of_series, key=lambda group: group.rate_per_s or 0.0)
 
 
@@ -174,7 +174,7 @@ def _shown_rate(settings: Settings) -> float:
     return _SMALL_SHOWN_RATE_PER_S if settings.small else _SHOWN_RATE_PER_S[settings.device]
 
 
-def _latencies(settings: Settings, found: Sequence[Group], places: Iterable[tuple[str, float]]) -> Panel:
+def _latencies(settings: Settings, groups: Sequence[Group], places: Iterable[tuple[str, float]]) -> Panel:
     """Return the paper's panel: both tiers by think time, and the stateless system for comparison."""
     level_s = LLAMA_SHAREGPT.level_s[settings.device]
     shown = {
@@ -186,7 +186,7 @@ def _latencies(settings: Settings, found: Sequence[Group], places: Iterable[tupl
         x_label="requests answered a second",
         y_label="mean ms per output token",
         curves={
-            name: [(group.mean("requests_per_s"), 1e3 * group.latency_s) for group in _curve(found, *place)]
+            name: [(group.mean("requests_per_s"), 1e3 * group.latency_s) for group in _curve(groups, *place)]
             for name, place in shown.items()
         },
         dashed=frozenset(name for name, (series, _) in shown.items() if series == NO_STATE.name),
@@ -195,7 +195,7 @@ def _latencies(settings: Settings, found: Sequence[Group], places: Iterable[tupl
     )
 
 
-def _found(found: Sequence[Group], panel: str) -> Panel:
+def _found(groups: Sequence[Group], panel: str) -> Panel:
     return Panel(
         title=f"cache hit rate at {panel}",
         x_label="mean think time in seconds",
@@ -203,7 +203,7 @@ def _found(found: Sequence[Group], panel: str) -> Panel:
         curves={
             BOTH_TIERS.label: [
                 (group.x, group.mean("found_rate"))
-                for group in found
+                for group in groups
                 if (group.panel, group.series) == (panel, BOTH_TIERS.name)
             ]
         },

@@ -35,8 +35,8 @@ class Study:
 
     Attributes:
       title: of the trace.
-      between_s: the part of a recording that is served; experience comes from the time before. None is the
-        whole recording. In both cases the held-out half is served, and experience comes from the other half.
+      between_s: the part of a recording that is served; the policy learns from the time before. None is the
+        whole recording. In both cases the held-out half is served, and the policy learns from the other half.
       share: share of the remaining conversations, drawn by seed.
       rate_per_s: of sessions; None keeps recorded arrivals.
       num_sessions: largest number of sessions.
@@ -71,7 +71,7 @@ class Study:
         )
         return _small(whole) if small else whole
 
-    def experience(self, workload: Workload) -> Workload:
+    def earlier_workload(self, workload: Workload) -> Workload:
         """Return the workload that may have been seen before `workload`."""
         between_s = None if self.between_s is None else (0.0, self.between_s[0])
         return replace(workload, half=CHOSEN_ON, between_s=between_s)
@@ -98,11 +98,11 @@ class Place(NamedTuple):
 
 
 class StudiedTrace(NamedTuple):
-    """A trace, its workload and experience, and its memory sizes in rising order."""
+    """A trace, its workload, the earlier one from which a policy learns, and memory sizes in rising order."""
 
     title: str
     workload: Workload
-    experience: Workload
+    earlier_workload: Workload
     chunk_tokens: int
     places: Sequence[Place]
 
@@ -175,8 +175,8 @@ def _studied(study: Study, file: TraceFile, seed: int, *, small: bool) -> Studie
     longest = max(session.conversation.num_tokens for session in sessions)
     places = dict.fromkeys(_place(share * num_tokens, longest, study.chunk_tokens)
                            for share in study.memory_shares)  # fmt: skip
-    experience = study.experience(workload)
-    return StudiedTrace(study.title, workload, experience, study.chunk_tokens, tuple(places))
+    earlier = study.earlier_workload(workload)
+    return StudiedTrace(study.title, workload, earlier, study.chunk_tokens, tuple(places))
 
 
 def _place(num_tokens: float, longest: int, chunk_tokens: int) -> Place:

@@ -32,7 +32,7 @@ from pensieve_lab.workload import (
 _NUM_CONVERSATIONS = 5000  # generated conversations, from which sessions are drawn
 _PAPER_THINK = ExponentialThink(60.0)
 CHOSEN_ON, HELD_OUT = 0, 1
-"""Halves: where parameters were chosen and experience is gathered, and where results are taken."""
+"""Halves: where parameters were chosen and policies learn, and where results are taken."""
 _MID_LIFE_TOKEN_S = 0.03  # time per answer token before the run: a system that is neither idle nor overloaded
 
 

@@ -173,10 +173,10 @@ def _sample(variant: Variant, call: Callable[..., Any], pages: _Pages) -> tuple[
     return launch_s, sum(durations) * 1e-9 / len(pages.sets)
 
 
-def rows_of(found: dict[str, dict[str, Any]]) -> list[list[Any]]:
+def rows_of(figures: dict[str, dict[str, Any]]) -> list[list[Any]]:
     """Return the rows of a table, the fastest kernels first."""
     rows = [
         [name, 1e6 * (one["kernels_s"]["median"] or 0.0), 1e6 * one["launch_s"]["median"]]
-        for name, one in found.items()
+        for name, one in figures.items()
     ]
     return sorted(rows, key=operator.itemgetter(1))

@@ -78,8 +78,8 @@ def averages(rows: Sequence[dict[str, Any]], figure: str = "divergence") -> list
     return found
 
 
-def _row(part: str | None, scale: float, seed: int | None, found: dict[str, Any]) -> dict[str, Any]:
-    return {"part": part, "scale": scale, "seed": seed, **found}
+def _row(part: str | None, scale: float, seed: int | None, figures: dict[str, Any]) -> dict[str, Any]:
+    return {"part": part, "scale": scale, "seed": seed, **figures}
 
 
 def _measured(model: Model, sweep: Sweep, on_pass: Callable[[], None]) -> dict[str, dict[str, float]]:

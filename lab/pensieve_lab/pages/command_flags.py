@@ -143,16 +143,18 @@ def _leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
-def _differences(said: Mapping[str, Any], flags: Mapping[str, str], needed: Sequence[str]) -> Iterator[str]:
+def _differences(
+    settings: Mapping[str, Any], flags: Mapping[str, str], needed: Sequence[str]
+) -> Iterator[str]:
     """Yield values that contradict the command, and missing values of `needed` that the command names."""
     for name in needed:
-        if name in flags and name not in said:
+        if name in flags and name not in settings:
             yield f"{name} is missing; the command has {flags[name]}"
-    for name, value in said.items():
+    for name, value in settings.items():
         if name in _CONVERTED:
             continue
         if name in flags:
-            if not _is_said(value, flags[name]):
+            if not _is_value_of(value, flags[name]):
                 yield f"{name} is {value}; the command has --{name}={flags[name]}".removesuffix("=")
         elif f"no{name}" in flags:
             if value is not False:
@@ -161,7 +163,7 @@ def _differences(said: Mapping[str, Any], flags: Mapping[str, str], needed: Sequ
             yield f"{name} is {value}; the command does not name it"
 
 
-def _is_said(value: Any, text: str) -> bool:
+def _is_value_of(value: Any, text: str) -> bool:
     """Return whether a flag's text gives this value."""
     if isinstance(value, bool):
         return value is (text.lower() in ("", "true", "1"))

@@ -81,12 +81,12 @@ def settings_of(document: Any) -> set[float]:
     return found
 
 
-def _numbers(found: Any) -> Iterator[float]:
-    if isinstance(found, Mapping):
-        for part in found.values():
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        for part in value.values():
             yield from _numbers(part)
-    elif isinstance(found, int | float) and not isinstance(found, bool):
-        yield float(found)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
 
 
 def problems(entry: dict[str, Any], *, is_front_page: bool) -> list[str]:

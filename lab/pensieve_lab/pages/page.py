@@ -121,8 +121,8 @@ def masked(text: str) -> str:
     return " ".join(hidden.split())
 
 
-def _without_digits(found: re.Match[str]) -> str:
-    return re.sub(r"\d", "#", found[0])
+def _without_digits(match: re.Match[str]) -> str:
+    return re.sub(r"\d", "#", match[0])
 
 
 def _hide_names(code: re.Match[str]) -> str:

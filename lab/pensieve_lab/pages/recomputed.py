@@ -169,18 +169,18 @@ def _whole_us(seconds: float) -> float:
     return seconds if math.isinf(seconds) else round(1e6 * seconds)
 
 
-def _is_equal(told: Any, value: Any, relative: float) -> bool:
+def _is_equal(given: Any, value: Any, relative: float) -> bool:
     """Return whether counts are equal, and times equal up to rounding to microseconds."""
     if isinstance(value, dict):
         return (
-            isinstance(told, dict)
-            and told.keys() == value.keys()
-            and all(_is_equal(told[name], part, relative) for name, part in value.items())
+            isinstance(given, dict)
+            and given.keys() == value.keys()
+            and all(_is_equal(given[name], part, relative) for name, part in value.items())
         )
     if value is None or isinstance(value, bool | int):
-        return type(told) is type(value) and bool(told == value)
-    return isinstance(told, int | float) and math.isclose(
-        told, value, rel_tol=relative, abs_tol=_TIME_TOLERANCE_S
+        return type(given) is type(value) and bool(given == value)
+    return isinstance(given, int | float) and math.isclose(
+        given, value, rel_tol=relative, abs_tol=_TIME_TOLERANCE_S
     )
 
 

@@ -60,17 +60,17 @@ def record_documents(folder: Path, path: Path, rules: Rules) -> tuple[list[str],
         without its commit.
     """
     records = read_records(path)
-    kept, refused = {}, []
+    current, refused = {}, []
     for name, file in _documents(folder, rules).items():
-        kept[name] = _record(file)
+        current[name] = _record(file)
         old = records.get(name)
-        if old is not None and old != kept[name] and old.revision == kept[name].revision:
+        if old is not None and old != current[name] and old.revision == current[name].revision:
             refused.append(
                 f"{name}: it was edited: its commit is the recorded one; restore it, or run it again"
             )
-            kept[name] = old
-    changed = sorted(name for name in records | kept if records.get(name) != kept.get(name))
-    lines = [f"{json.dumps(name)} = {_line(record)}\n" for name, record in sorted(kept.items())]
+            current[name] = old
+    changed = sorted(name for name in records | current if records.get(name) != current.get(name))
+    lines = [f"{json.dumps(name)} = {_line(record)}\n" for name, record in sorted(current.items())]
     path.write_text(f"{_HEADER}\n{''.join(lines)}", encoding="utf-8")
     return changed, refused
 

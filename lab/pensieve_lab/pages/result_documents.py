@@ -217,15 +217,15 @@ def _needs_requests(document: Mapping[str, Any], computed_by: str | None) -> boo
     return runs(command, PROGRAM) or any(not is_computed or _MEASURED & point.keys() for point in points)
 
 
-def _load_points(found: Any) -> Iterator[Mapping[str, Any]]:
+def _load_points(value: Any) -> Iterator[Mapping[str, Any]]:
     """Yield all objects at any depth that state requests per second."""
-    if isinstance(found, dict):
-        if "requests_per_s" in found:
-            yield found
-        for part in found.values():
+    if isinstance(value, dict):
+        if "requests_per_s" in value:
+            yield value
+        for part in value.values():
             yield from _load_points(part)
-    elif isinstance(found, list):
-        for part in found:
+    elif isinstance(value, list):
+        for part in value:
             yield from _load_points(part)
 
 

@@ -119,8 +119,8 @@ class _Checker:
             return self._documents.value(binding[1:], {**self._names, **names})
         return binding
 
-    def _cell(self, cell: Text, found: str | list[str], names: Mapping[str, Any]) -> None:
-        expressions = [found] if isinstance(found, str) else found
+    def _cell(self, cell: Text, sources: str | list[str], names: Mapping[str, Any]) -> None:
+        expressions = [sources] if isinstance(sources, str) else sources
         for figure, expression in zip(cell.figures, expressions, strict=False):
             if expression:
                 self._claim(cell, figure, expression, names)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_jax import ConfigError
-from pensieve_lab.parallel.apart import ProcessResult
 from pensieve_lab.parallel.figure11 import LOOPS, PARTS, STEPS, TOKENS, Load, load_name
+from pensieve_lab.parallel.timed_process import ProcessResult
 
 BENCHMARK = "figure11"
 DONE, PARTLY, FAILED, NOT_BEGUN = "done", "partly", "failed", "not begun"

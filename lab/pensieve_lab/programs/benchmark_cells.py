@@ -25,13 +25,13 @@ from pensieve_jax.commands.cost_plot import check_can_plot
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_lab.cells import host_costs, peers, task_times
+from pensieve_lab.cells import host_costs, library_lstms, task_times
 from pensieve_lab.cells.model_flags import define_model_flags, model_from_flags
 from pensieve_lab.cells.models import Model
 from pensieve_lab.experiments.panels import Panel, draw_panels
 
 FLAGS = flags.FLAGS
-_PEER_BATCHES = (64, 512)
+_LIBRARY_BATCHES = (64, 512)
 _LOADS = ((1, 1), (100, 8), (1000, 100))  # running requests, and requests per submit_many
 _UNITS = {
     **task_times.UNITS,
@@ -44,12 +44,14 @@ def time_peers() -> list[dict[str, Any]]:
     """Time every peer and batch; return nothing for models other than LSTM."""
     if FLAGS.model != "lstm":
         return []
-    jobs = [(peer, size) for peer in peers.available(FLAGS.dtype) for size in _PEER_BATCHES]
+    jobs = [(peer, size) for peer in library_lstms.available(FLAGS.dtype) for size in _LIBRARY_BATCHES]
     return [
         {
             "peer": peer,
             "batch_size": size,
-            "step_s": peers.step_s(peer, hidden_size=FLAGS.hidden_size, dtype=FLAGS.dtype, batch_size=size),
+            "step_s": library_lstms.step_s(
+                peer, hidden_size=FLAGS.hidden_size, dtype=FLAGS.dtype, batch_size=size
+            ),
         }
         for peer, size in tqdm(jobs, "peers", disable=not shows_progress(), leave=False)
     ]

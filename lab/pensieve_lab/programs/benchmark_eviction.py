@@ -81,7 +81,7 @@ class Crowd:
             AnalyticCostModel(_CHUNK_TOKENS, num_weights=1.3e10, attention_width=40 * 5120),
             self.clock,
             max_num_copies=64,
-            learned_state=experience(followed) if policy == _LEARNED else None,
+            learned_state=learned_state(followed) if policy == _LEARNED else None,
         )
         self._sequences = [self.cache.open(f"c{i}") for i in range(FLAGS.num_idle)]
         for number in range(FLAGS.num_idle):
@@ -128,14 +128,14 @@ class Crowd:
 
     def switch_us(self, followed: str) -> float:
         """Return the difference between a decision after a change of the followed order and one without."""
-        self.cache.turns.begin(experience(followed))
+        self.cache.turns.begin(learned_state(followed))
         sequence = self.cache.open("one more")
         self.decision_s.clear()
         self.admit(sequence, _CHUNK_TOKENS)
         return 1e6 * sum(self.decision_s)
 
 
-def experience(followed: str) -> LearnedState:
+def learned_state(followed: str) -> LearnedState:
     """Make a state in which every kind of turn has returned, and losses that prevent a change of order."""
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS

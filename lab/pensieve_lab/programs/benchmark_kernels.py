@@ -51,6 +51,7 @@ from pensieve_lab.kernels.backends import (
     describe,
     make_spec,
 )
+from pensieve_lab.kernels.baselines import BASELINES, chosen_baselines
 from pensieve_lab.kernels.cases import (
     TOLERANCE,
     Expected,
@@ -60,11 +61,10 @@ from pensieve_lab.kernels.cases import (
     make_inputs,
     parts,
 )
-from pensieve_lab.kernels.peers import PEERS, chosen_peers
 from pensieve_lab.kernels.plot import plot_roofline
 from pensieve_lab.kernels.table import HEADER, UNITS, Result, ceilings_line, summary
 from pensieve_lab.kernels.timing import KERNEL_ERRORS, Program
-from pensieve_lab.kernels.torch_peers import check_torch_has_room
+from pensieve_lab.kernels.torch_baselines import check_torch_has_room
 from pensieve_lab.steps.ceilings import Ceilings, measure_ceilings
 
 FLAGS = flags.FLAGS
@@ -73,7 +73,7 @@ _CEILING_SIZES_GPU = (4 << 30, 8192)
 _CEILING_SIZES_ELSEWHERE = (32 << 20, 256)
 # A kernel this much faster than its bound was hoisted out of the timing loop.
 _MAX_SHARE = 1.5
-_PEER_PACKAGES = ("torch", "flashinfer-python", "flash-attn-3", "vllm")
+_BASELINE_PACKAGES = ("torch", "flashinfer-python", "flash-attn-3", "vllm")
 
 
 class Kernel(NamedTuple):
@@ -113,8 +113,8 @@ def kernels(case: Case) -> Iterator[Kernel]:
 
     backends = chosen_backends(FLAGS.backend, case, FLAGS.dtype, FLAGS.kv_dtype)
     yield from map(ours, backends)
-    for name in chosen_peers(FLAGS.peers):
-        yield Kernel(name, True, PEERS[name])
+    for name in chosen_baselines(FLAGS.peers):
+        yield Kernel(name, True, BASELINES[name])
     if FLAGS.sweep:
         for backend in backends:
             for blocks in block_variants(case, FLAGS.dtype, backend, FLAGS.kv_dtype):
@@ -178,7 +178,7 @@ def cases() -> list[Case]:
     return [CASES[name] for name in names]
 
 
-def check_flags(found: list[Case]) -> None:
+def check_flags(cases: list[Case]) -> None:
     """Raise an error for invalid flags before anything is measured."""
     check_backends(FLAGS.backend)
     try:
@@ -188,9 +188,9 @@ def check_flags(found: list[Case]) -> None:
         raise ConfigError("--sweep_matching", FLAGS.sweep_matching, limit) from error
     if FLAGS.sweep_matching and not FLAGS.sweep:
         raise ConfigError("--sweep_matching", FLAGS.sweep_matching, "left out without --sweep")
-    if chosen_peers(FLAGS.peers) and FLAGS.kv_dtype is not None:
+    if chosen_baselines(FLAGS.peers) and FLAGS.kv_dtype is not None:
         raise AttentionArgumentError("--peers", FLAGS.peers, f"none reads pages of {FLAGS.kv_dtype}")
-    for case in found:
+    for case in cases:
         chosen_backends(FLAGS.backend, case, FLAGS.dtype, FLAGS.kv_dtype)
     if FLAGS.plot is not None:
         check_can_plot("--plot", Path(FLAGS.plot))
@@ -208,7 +208,7 @@ def main() -> int:
     )
     itemsize = jnp.dtype(FLAGS.dtype).itemsize
     # Not earlier: JAX allocates its memory on first use.
-    check_torch_has_room(chosen_peers(FLAGS.peers), max(case.kv_bytes for case in found) * itemsize // 2)
+    check_torch_has_room(chosen_baselines(FLAGS.peers), max(case.kv_bytes for case in found) * itemsize // 2)
     stored = "" if FLAGS.kv_dtype is None else f", pages of {FLAGS.kv_dtype}"
     print(f"{device_name()}, {FLAGS.dtype}{stored}; {ceilings_line(ceilings)}\n{HEADER}")
     results, left_out, num_mismatches = [], [], 0
@@ -246,7 +246,7 @@ def main() -> int:
 def peer_versions() -> dict[str, str]:
     """Return the versions of the installed packages of baselines, without importing them."""
     found = {}
-    for package in _PEER_PACKAGES if chosen_peers(FLAGS.peers) else ():
+    for package in _BASELINE_PACKAGES if chosen_baselines(FLAGS.peers) else ():
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -257,7 +257,7 @@ def peer_versions() -> dict[str, str]:
 def define_flags() -> None:
     flags.DEFINE_list("cases", None, "Names, or 'all'; default: all on a GPU, tiny elsewhere.")
     flags.DEFINE_list("backend", ["auto"], f"Our back ends to time: auto, all, {', '.join(BACKENDS)}.")
-    flags.DEFINE_list("peers", [], f"Baselines to time: all, jax, torch, {', '.join(PEERS)}.")
+    flags.DEFINE_list("peers", [], f"Baselines to time: all, jax, torch, {', '.join(BASELINES)}.")
     flags.DEFINE_bool("sweep", False, "Also time our kernel with many block sizes.")
     flags.DEFINE_string("sweep_matching", "", "Regular expression on the printed names of --sweep's sizes.")
     flags.DEFINE_string("plot", None, "File for the roofline plot, e.g. roofline.png; needs matplotlib.")

@@ -224,9 +224,9 @@ def main() -> int:
     return 0
 
 
-def report(parts: Assembled, batches: dict[str, Batch], found: Figures) -> None:
+def report(parts: Assembled, batches: dict[str, Batch], figures: Figures) -> None:
     """Print the tables and the JSON line."""
-    for part, kinds in found.items():
+    for part, kinds in figures.items():
         rows = [
             [name, 1e3 * one["launch_s"]["median"], 1e3 * one["dispatch_s"], 100 * one.get("extra", 0.0)]
             for name, one in kinds.items()
@@ -240,7 +240,7 @@ def report(parts: Assembled, batches: dict[str, Batch], found: Figures) -> None:
         "num_decodes": FLAGS.num_decodes,
         "context_tokens": FLAGS.context_tokens,
         "slot_bytes": {form: batch.storage.slot_bytes for form, batch in batches.items()},
-        **found,
+        **figures,
     }
     units = {"*_s": "seconds", "slot_bytes": "bytes of all devices", "extra": "share of the steps alone"}
     print_document(json_line("packing", document, units=units, device=device_name()))

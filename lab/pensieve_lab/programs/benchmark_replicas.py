@@ -87,8 +87,8 @@ async def load(host: str, port: int, num_clients: int) -> dict[str, Any]:
                 "return_token_ids": True,  # a model without a tokenizer has no text to send
             }
             sent_s = time.perf_counter()
-            told = await client.post("/v1/completions", body)
-            turns.append(Turn(sent_s, told.first_s, told.end_s))
+            timing = await client.post("/v1/completions", body)
+            turns.append(Turn(sent_s, timing.first_s, timing.end_s))
 
     await asyncio.gather(*map(one, range(num_clients)))
     await client.close()

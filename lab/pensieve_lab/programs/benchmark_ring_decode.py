@@ -217,25 +217,25 @@ def run_case(case: RingCase, ceilings: Ceilings) -> tuple[list[Measured], list[d
     return results, documents
 
 
-def row_of(found: dict[str, Any]) -> list[object]:
+def row_of(figures: dict[str, Any]) -> list[object]:
     """Format a row under `_COLUMNS`."""
-    start = [found["case"], found["label"]]
-    if "time_us" not in found:
-        return [*start, *[""] * (len(_COLUMNS) - 3), found["reason"]]
-    over = "" if found["xla_over"] is None else f"{found['xla_over']:.2f}"
+    start = [figures["case"], figures["label"]]
+    if "time_us" not in figures:
+        return [*start, *[""] * (len(_COLUMNS) - 3), figures["reason"]]
+    over = "" if figures["xla_over"] is None else f"{figures['xla_over']:.2f}"
     return [
         *start,
-        f"{found['time_us']:.1f}",
-        f"{1e-6 * found['live_bytes']:.1f}",
-        f"{found['live_bound_us']:.1f}",
-        f"{1e-6 * found['ring_bytes']:.1f}",
-        f"{found['ring_bound_us']:.1f}",
-        f"{found['gb_per_s']:.0f}",
-        f"{found['share_of_read']:.1%}",
-        f"{found['share_of_copy']:.1%}",
+        f"{figures['time_us']:.1f}",
+        f"{1e-6 * figures['live_bytes']:.1f}",
+        f"{figures['live_bound_us']:.1f}",
+        f"{1e-6 * figures['ring_bytes']:.1f}",
+        f"{figures['ring_bound_us']:.1f}",
+        f"{figures['gb_per_s']:.0f}",
+        f"{figures['share_of_read']:.1%}",
+        f"{figures['share_of_copy']:.1%}",
         over,
-        f"{found['max_error']:.0e}",
-        "tried" if found["is_tried"] else "",
+        f"{figures['max_error']:.0e}",
+        "tried" if figures["is_tried"] else "",
     ]
 
 

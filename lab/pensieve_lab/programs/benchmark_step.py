@@ -89,13 +89,13 @@ def cases() -> dict[str, list[StepRow]]:
     return found
 
 
-def sized_config(found: dict[str, list[StepRow]]) -> EngineConfig:
+def sized_config(rows_by_case: dict[str, list[StepRow]]) -> EngineConfig:
     """Return the flags' engine with pages and buckets for these cases, and for the crowd."""
     refuse_sizes()
     config = engine_config()
     chunk = config.cache.chunk_tokens
-    num_sequences = max(max(len(rows) for rows in found.values()), FLAGS.num_serving)
-    num_tokens = {sum(row.end - row.begin for row in rows) for rows in found.values()}
+    num_sequences = max(max(len(rows) for rows in rows_by_case.values()), FLAGS.num_serving)
+    num_tokens = {sum(row.end - row.begin for row in rows) for rows in rows_by_case.values()}
     if FLAGS.num_serving:
         num_tokens |= {FLAGS.num_serving}
         if max(num_tokens) < FLAGS.num_serving + _CROWD_PROMPT:
@@ -104,7 +104,7 @@ def sized_config(found: dict[str, list[StepRow]]) -> EngineConfig:
         max(*num_tokens, num_sequences + chunk)
     }  # the minimum of an engine with this many sequences
     buckets = sorted({-(-number // _BUCKET_STEP) * _BUCKET_STEP for number in num_tokens})
-    longest = max(row.end for rows in found.values() for row in rows)
+    longest = max(row.end for rows in rows_by_case.values() for row in rows)
     if FLAGS.num_serving:
         longest = max(longest, FLAGS.context_tokens + crowd_tokens(buckets[-1]) + chunk)
     cache = dataclasses.replace(config.cache, gpu_pages=num_sequences * -(-longest // chunk))
@@ -251,7 +251,7 @@ def measure_serving(parts: Assembled, steps: RowSteps) -> Figures:
     }
 
 
-def print_tables(found: Figures) -> None:
+def print_tables(figures: Figures) -> None:
     """Print the measured figures as tables."""
     rows = [
         [
@@ -262,14 +262,14 @@ def print_tables(found: Figures) -> None:
             one["share_of_bound"],
             1e3 * one["dispatch_s"],
         ]
-        for name, one in found["steps"].items()
+        for name, one in figures["steps"].items()
     ]
     print(table(["step", "bucket", "median, ms", "bound, ms", "bound / median", "host, ms"], rows))
     rows = [
-        [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in found["sampling"].items()
+        [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in figures["sampling"].items()
     ]
     print(table(["sampler", "median, ms", "extra, %"], rows))
-    serving = found.get("serving")
+    serving = figures.get("serving")
     if serving:
         shown = [[name, 1e3 * serving[name]["median"]] for name in ("bare_step_s", "engine_step_s", "wait_s")]
         print(table(["serving", "ms"], [*shown, ["host_s", 1e3 * serving["host_s"]]]))

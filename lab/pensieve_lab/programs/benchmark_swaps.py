@@ -251,14 +251,14 @@ def beside_decoding(stage: Stage, transfers: DeviceTransfers) -> tuple[Figures, 
     return decoding, {name: beside(functools.partial(ablation, stage, transfers, name)) for name in switches}
 
 
-def targets(found: Figures) -> list[Figures]:
+def targets(figures: Figures) -> list[Figures]:
     """Return the targets with values and bounds, without those of skipped parts."""
     rows: list[tuple[str, float, float, bool]] = []
-    rates = {name: one["bytes_per_s"] for name, one in found["bulk"].items()}
+    rates = {name: one["bytes_per_s"] for name, one in figures["bulk"].items()}
     for way, rate in rates["transfers"].items():
         rows.append((f"bulk {way}, share of the ceiling", rate / rates["one large array"][way], 0.8, True))
-    copy_s = found["bulk"]["arrays of the history"]["to_device_s"]["median"]
-    beside = found.get("beside decoding")
+    copy_s = figures["bulk"]["arrays of the history"]["to_device_s"]["median"]
+    beside = figures.get("beside decoding")
     if beside:
         swap_in = beside["swap-in"]
         extra_steps = (
@@ -277,7 +277,7 @@ def targets(found: Figures) -> list[Figures]:
                 False,
             ),
         ]
-    idle = found.get("idle engine")
+    idle = figures.get("idle engine")
     if idle:
         first = {name: one["first_token_s"]["median"] for name, one in idle.items()}
         both = copy_s + first["on the device"]
@@ -296,10 +296,10 @@ def targets(found: Figures) -> list[Figures]:
     ]
 
 
-def figures_table(found: Figures) -> str:
+def figures_table(figures: Figures) -> str:
     """Format medians in milliseconds, with quartiles."""
     rows = []
-    for part, kinds in found.items():
+    for part, kinds in figures.items():
         for kind, one in kinds.items():
             for name, value in one.items():
                 spreads = value if name in ("on", "off") else {name: value}

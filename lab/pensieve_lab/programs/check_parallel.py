@@ -102,8 +102,8 @@ def serve_on(config: EngineConfig, workload: Workload) -> tuple[RoundsResult, Fi
         engine.check_integrity()
     figures = served.figures()
     moved = {name: served.stats[name] for name in _CHUNKS}
-    told = {name: figures[name] for name in (*_TOKENS, "num_suspensions", "num_steps", "seconds")}
-    return served, {"start_up_s": start_up_s, **moved, **told}
+    counters = {name: figures[name] for name in (*_TOKENS, "num_suspensions", "num_steps", "seconds")}
+    return served, {"start_up_s": start_up_s, **moved, **counters}
 
 
 def replies(served: RoundsResult) -> dict[str, list[list[int]]]:

@@ -38,7 +38,7 @@ _SENTENCES = (
 _VOCAB_SIZE, _FIRST_WORD = 60, 3
 
 
-class Told(NamedTuple):
+class SystemRun(NamedTuple):
     """Run of one system.
 
     Attributes:
@@ -74,7 +74,7 @@ class Stage:
         (serials,) = self.engine.requests_of(launch)
         self._tasks.append((launch.kind.name[0], serials))
 
-    def serve(self, sentences: list[list[int]]) -> Told:
+    def serve(self, sentences: list[list[int]]) -> SystemRun:
         """Serve all sentences, each at its time."""
         handles: list[CellRequest] = []
         ends: dict[int, int] = {}
@@ -91,7 +91,9 @@ class Stage:
         lines = [
             _line(self._tasks, handle.serial, *span) for handle, span in zip(handles, spans, strict=True)
         ]
-        return Told(lines, [one.result().tokens for one in handles], [end - begin for begin, end in spans])
+        return SystemRun(
+            lines, [one.result().tokens for one in handles], [end - begin for begin, end in spans]
+        )
 
 
 def _line(tasks: list[tuple[str, np.ndarray]], serial: int, begin: int, end: int) -> str:
@@ -99,14 +101,14 @@ def _line(tasks: list[tuple[str, np.ndarray]], serial: int, begin: int, end: int
     return "".join(" " if not begin <= task < end else letter for task, letter in enumerate(letters)).rstrip()
 
 
-def show(title: str, told: Told) -> None:
+def show(title: str, run: SystemRun) -> None:
     """Print the picture, and the answers' delays."""
     print(f"\n{title}")
-    for number, ((_, source, target), line) in enumerate(zip(_SENTENCES, told.lines, strict=True), start=1):
+    for number, ((_, source, target), line) in enumerate(zip(_SENTENCES, run.lines, strict=True), start=1):
         print(f"{number:>3} ({source} + {target})  {line}")
-    num_tasks = max(map(len, told.lines))
-    mean = sum(told.waited) / len(told.waited)
-    print(f"{num_tasks} tasks; an answer {mean:.1f} tasks after its sentence, the longest {max(told.waited)}")
+    num_tasks = max(map(len, run.lines))
+    mean = sum(run.waited) / len(run.waited)
+    print(f"{num_tasks} tasks; an answer {mean:.1f} tasks after its sentence, the longest {max(run.waited)}")
 
 
 def main() -> int:
@@ -116,18 +118,18 @@ def main() -> int:
     model = Seq2Seq.random(hidden_size=64, vocab_size=_VOCAB_SIZE, seed=0)
     sentences = [rng.integers(_FIRST_WORD, _VOCAB_SIZE, words).tolist() for _, words, _ in _SENTENCES]
     cellular = Stage(model, CellScheduler)
-    told = cellular.serve(sentences)
-    show("cell by cell: words of the sentence + of its translation, and a column for each task", told)
+    unpadded = cellular.serve(sentences)
+    show("cell by cell: words of the sentence + of its translation, and a column for each task", unpadded)
     padded = Stage(model, functools.partial(Padding, width=100, oldest_first=True)).serve(sentences)
     show("the same in batches of whole sentences, padded to the longest", padded)
     alone = [
         cellular.engine.run([model.request(words, num_target_steps=target)])[0].tokens
         for words, (*_, target) in zip(sentences, _SENTENCES, strict=True)
     ]
-    num_equal = sum(a == b == c for a, b, c in zip(told.words, padded.words, alone, strict=True))
+    num_equal = sum(a == b == c for a, b, c in zip(unpadded.words, padded.words, alone, strict=True))
     print(f"\n{num_equal} of {len(alone)} translations equal those of the sentence alone")
     if FLAGS.plot is not None:
-        draw_tasks({"cell by cell": told.lines, "padded": padded.lines}, Path(FLAGS.plot))
+        draw_tasks({"cell by cell": unpadded.lines, "padded": padded.lines}, Path(FLAGS.plot))
     return 0 if num_equal == len(alone) else EXIT_FAILED
 
 

@@ -47,11 +47,11 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.decoding.device.weights import serving_dtype
 from pensieve_lab.common.list_flags import numbers
-from pensieve_lab.parallel.apart import run_apart
 from pensieve_lab.parallel.case_flags import define_case_flags
 from pensieve_lab.parallel.memory import devices_memory
 from pensieve_lab.parallel.shared_steps import Cases, measure_steps
 from pensieve_lab.parallel.sums import measure_sums
+from pensieve_lab.parallel.timed_process import run_with_limit
 from pensieve_lab.parallel.variants import VARIANTS, Variant
 from pensieve_lab.steps.ceilings import measure_ceilings
 
@@ -124,7 +124,7 @@ def in_rounds(names: list[str], num_rounds: int) -> list[tuple[str, str]]:
     return [(name, name if count == 1 else f"{name}_{count}") for count in counts for name in names]
 
 
-def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
+def measure_in_process(name: str, variant: Variant, timeout_s: float) -> Figures:
     """Measure a variant in its own process; a failure is described in the result and not raised."""
     xla_flags = " ".join([os.environ.get("XLA_FLAGS", ""), *variant.xla_flags]).strip()
     with tempfile.TemporaryDirectory() as directory:
@@ -133,7 +133,7 @@ def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
             *(sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], *variant.engine_flags),
             *(f"--variants={name}", "--num_rounds=1", "--apart=false", f"--json={path}"),
         ]
-        ended = run_apart(command, os.environ | {"XLA_FLAGS": xla_flags}, timeout_s)
+        ended = run_with_limit(command, os.environ | {"XLA_FLAGS": xla_flags}, timeout_s)
         run_facts = {"wall_s": ended.wall_s, "xla_flags": xla_flags}
         # A process that wrote its results may still exit with an error; the results count.
         with contextlib.suppress(OSError, ValueError):
@@ -141,10 +141,10 @@ def measure_apart(name: str, variant: Variant, timeout_s: float) -> Figures:
         return run_facts | {"failed": ended.failed or "wrote no document", "output": ended.output}
 
 
-def print_tables(found: dict[str, Figures]) -> None:
+def print_tables(figures: dict[str, Figures]) -> None:
     """Print a row per variant and case."""
     rows = []
-    for name, one in found.items():
+    for name, one in figures.items():
         if "failed" in one:
             print(f"{name}: {one['failed']}\n{one.get('output', '')}")
         for size, sums in one.get("sums", {}).items():
@@ -184,7 +184,7 @@ def main() -> int:
         elif left_s < _MIN_LEFT_S:
             found[title] = {"failed": f"not started: {left_s:.0f} s were left"}
         else:
-            found[title] = measure_apart(name, VARIANTS[name], min(FLAGS.timeout_s, left_s))
+            found[title] = measure_in_process(name, VARIANTS[name], min(FLAGS.timeout_s, left_s))
         results = {"model": FLAGS.model, "dtype": FLAGS.dtype, "variants": found}
         devices = [one["device"] for one in found.values() if "device" in one]
         line = json_line("parallel", results, units=UNITS, device=", ".join(dict.fromkeys(devices)))

@@ -85,11 +85,11 @@ class Conversation:
             if answer.status_code == 400 and "context_length" in answer.text:
                 return
             answer.raise_for_status()
-            said = answer.json()
-            usage = said["usage"]
+            body = answer.json()
+            usage = body["usage"]
             replayed.count(kind, possible, usage)
             self._replies.append((len(self._messages), usage["prompt_tokens"]))
-            self._messages.append({"role": "assistant", "content": said["choices"][0]["message"]["content"]})
+            self._messages.append({"role": "assistant", "content": body["choices"][0]["message"]["content"]})
             self._num_tokens = usage["total_tokens"]
 
     def _change(self) -> tuple[str, int]:

@@ -44,7 +44,6 @@ from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import define_engine_flags
 from pensieve_jax.commands.launch import EXIT_FAILED, check_can_write, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
-from pensieve_lab.parallel.apart import run_apart
 from pensieve_lab.parallel.case_flags import define_case_flags
 from pensieve_lab.parallel.figure11 import (
     LOOPS,
@@ -61,6 +60,7 @@ from pensieve_lab.parallel.figure11 import (
     take_settings,
 )
 from pensieve_lab.parallel.progress import BENCHMARK, DONE, Progress, ran_out_of_time, read_lines, write_whole
+from pensieve_lab.parallel.timed_process import run_with_limit
 from pensieve_lab.serving.load_points import define_load_flags
 
 FLAGS = flags.FLAGS
@@ -98,8 +98,8 @@ class Call:
         with tempfile.TemporaryDirectory() as directory:
             failed = self._try(part, Path(directory, "documents.json"), missing, limit_s)
         left = ", ".join(map(load_name, self._missing(part)))
-        told = [self.progress.parts[part]["state"], failed or "", f"left: {left}" if left else ""]
-        self._say(part, ", ".join(word for word in told if word))
+        words = [self.progress.parts[part]["state"], failed or "", f"left: {left}" if left else ""]
+        self._say(part, ", ".join(word for word in words if word))
         return failed is None
 
     def _try(self, part: str, path: Path, missing: list[Load], limit_s: float) -> str | None:
@@ -107,7 +107,9 @@ class Call:
         point_s = FLAGS.warm_up_s + FLAGS.window_s + FLAGS.drain_s
         words = command(part, path, missing, max_run_s=max(limit_s - point_s, 1.0))
         self._say(part, f"started, for at most {limit_s:.0f} s: {shlex.join(words[1:])}")
-        ended = run_apart(words, environment(os.environ), limit_s, functools.partial(self._keep, part, path))
+        ended = run_with_limit(
+            words, environment(os.environ), limit_s, functools.partial(self._keep, part, path)
+        )
         if part == LOOPS and ended.status == EXIT_FAILED and ran_out_of_time(path):
             ended = ended._replace(failed=None)
         self.progress.end(part, ended, limit_s=limit_s, left=self._missing(part))

@@ -195,7 +195,7 @@ def scenario(profile: DeviceProfile, config: EngineConfig, costs: CostModel) -> 
         seed=FLAGS.seed,
         warm_up_s=FLAGS.warm_up_s if FLAGS.window_s else 0.0,
         window_s=FLAGS.window_s or None,
-        stretches=FLAGS.stretches,
+        decode_runs=FLAGS.stretches,
     )
 
 
@@ -229,29 +229,29 @@ def measure_all(profile: DeviceProfile, trace: Trace) -> Iterator[tuple[str, dic
             yield name, measure(name, scenario(profile, config, costs), who, rate)
 
 
-def served_row(name: str, found: dict[str, Any]) -> list[object]:
+def served_row(name: str, figures: dict[str, Any]) -> list[object]:
     """Format how fast answers came; a dash stands for missing figures."""
     cells: list[object] = [
         name,
-        _rate(found),
-        *("-" if found[k] is None else found[k] for k in _SERVED.values()),
+        _rate(figures),
+        *("-" if figures[k] is None else figures[k] for k in _SERVED.values()),
     ]
     for key in _SPREADS.values():
-        spread = found[key]
+        spread = figures[key]
         cells += [f"{1e3 * spread[part]:.1f}" if spread else "-" for part in _PARTS[key]]
     return cells
 
 
-def found_row(name: str, found: dict[str, Any]) -> list[object]:
+def found_row(name: str, figures: dict[str, Any]) -> list[object]:
     """Format where history was, what moved, and how fast that was simulated."""
-    moved = [found[key] / 1e9 for key in ("swapped_out_bytes", "swapped_in_bytes")]
-    speed = round(found["simulated_requests"] / max(found["simulation_cpu_s"], 1e-9))
-    cells = ("-" if found[key] is None else found[key] for key in _FOUND.values())
-    return [name, _rate(found), *cells, *moved, speed]
+    moved = [figures[key] / 1e9 for key in ("swapped_out_bytes", "swapped_in_bytes")]
+    speed = round(figures["simulated_requests"] / max(figures["simulation_cpu_s"], 1e-9))
+    cells = ("-" if figures[key] is None else figures[key] for key in _FOUND.values())
+    return [name, _rate(figures), *cells, *moved, speed]
 
 
-def _rate(found: dict[str, Any]) -> str:
-    return "recorded" if found["rate"] is None else f"{found['rate']:g}"
+def _rate(figures: dict[str, Any]) -> str:
+    return "recorded" if figures["rate"] is None else f"{figures['rate']:g}"
 
 
 def check_flags() -> None:

@@ -157,8 +157,8 @@ def _read(name: str, path: Path) -> dict[str, Any]:
 def _checked(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Validate a document and return the arguments of `RingCosts`."""
 
-    def refuse(limit: str, found: object) -> ConfigError:
-        return ConfigError(_FIELD, name, limit, f"found {found!r:.60}")
+    def refuse(limit: str, value: object) -> ConfigError:
+        return ConfigError(_FIELD, name, limit, f"found {value!r:.60}")
 
     for field in _TEXTS:
         if not isinstance(values.get(field), str):

@@ -111,9 +111,9 @@ def _temporary_bytes(runner: DeviceRunner) -> dict[str, int | None]:
     for name in _PROGRAMS:
         programs = getattr(runner.programs, name).values()
         sizes = [_temporaries(one) for one in programs]
-        told = [size for size in sizes if size is not None]
+        reported = [size for size in sizes if size is not None]
         if sizes:
-            found[name] = max(told) if len(told) == len(sizes) else None
+            found[name] = max(reported) if len(reported) == len(sizes) else None
     return found
 
 

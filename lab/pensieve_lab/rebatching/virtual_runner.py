@@ -131,8 +131,8 @@ class VirtualRunner:
         row = self._rows.get(serial)
         return row is not None and row.left_s <= self._clock.now()
 
-    def reset(self, kept: Collection[int]) -> None:
-        self._rows = {serial: row for serial, row in self._rows.items() if serial in kept}
+    def reset(self, kept_serials: Collection[int]) -> None:
+        self._rows = {serial: row for serial, row in self._rows.items() if serial in kept_serials}
 
     def _samples(self, took_s: float, serials: tuple[int, ...], num_tokens: int) -> Flight:
         """Launch a program that samples, which also costs time of the serving thread."""

@@ -198,11 +198,11 @@ class ThreadedClient:
         self._answers.put(None)
         self._pool.shutdown()
 
-    def _note(self, sent: UserTurn | None, found: list[UserTurn]) -> None:
+    def _note(self, sent: UserTurn | None, turns: list[UserTurn]) -> None:
         if sent is None:
             self._done = True
         else:
-            found.append(sent)
+            turns.append(sent)
 
     def _check_thread(self) -> None:
         if not self._done and self._thread.done():

@@ -127,20 +127,20 @@ class HttpClient:
             f"Content-Length: {len(content)}\r\n\r\n"
         )
         connection = await self._connection()
-        told = await connection.ask(head.encode() + content)
+        timing = await connection.ask(head.encode() + content)
         if connection.usable:
             self._idle.append(connection)
-        return told
+        return timing
 
     async def get(self, path: str) -> RequestTiming:
         """Send a request without a body; otherwise like `post`."""
         connection = await self._connection()
-        told = await connection.ask(
+        timing = await connection.ask(
             f"GET {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n\r\n".encode()
         )
         if connection.usable:
             self._idle.append(connection)
-        return told
+        return timing
 
     async def close(self) -> None:
         for connection in self._all:

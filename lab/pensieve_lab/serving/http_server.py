@@ -87,7 +87,7 @@ class HttpServer:
             while True:
                 ended.append(self._ended.get_nowait())
         except queue.Empty:
-            return [self._answer(turn, told) for turn, told in ended]
+            return [self._answer(turn, result) for turn, result in ended]
 
     def counters(self) -> Mapping[str, float]:
         return {name: value for name, value in self._stats().items() if isinstance(value, int | float)}
@@ -144,17 +144,17 @@ class HttpServer:
     def _remembered(self, conversation_id: str, asked: Future[RequestTiming]) -> None:
         self._last[conversation_id] = asked.result().last[-1]["id"]
 
-    def _answer(self, turn: UserTurn, told: RequestTiming | BaseException) -> Answer:
+    def _answer(self, turn: UserTurn, result: RequestTiming | BaseException) -> Answer:
         self._num_unfinished -= 1
-        if isinstance(told, BaseException):
-            raise told
-        last = told.last[-1]
+        if isinstance(result, BaseException):
+            raise result
+        last = result.last[-1]
         sources = {name: last["usage"]["pensieve"][theirs] for name, theirs in _SOURCES.items()}
         usage = Usage(**sources, output_tokens=last["usage"]["completion_tokens"])
         if usage.output_tokens != turn.output_tokens:
             raise HttpError(f"A reply has {usage.output_tokens} tokens; {turn.output_tokens} were requested.")
         self._last[turn.conversation_id] = last["id"]
-        return Answer(turn, 0, self.clock.at(told.first_s), self.clock.at(told.end_s), usage)
+        return Answer(turn, 0, self.clock.at(result.first_s), self.clock.at(result.end_s), usage)
 
 
 class HttpSystem:

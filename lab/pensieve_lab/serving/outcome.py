@@ -110,8 +110,8 @@ class Outcome:
     def _line(self, results: Sequence[dict[str, Any]]) -> str:
         """Format results as a JSON line."""
         units = UNITS | REQUEST_UNITS | (PROFILE_UNITS if FLAGS.profile_steps else {})
-        told: dict[str, Any] = results[0] if len(results) == 1 else {"systems": results}
-        return json_line(BENCHMARK, told, units=units, device=self._device_name())
+        document: dict[str, Any] = results[0] if len(results) == 1 else {"systems": results}
+        return json_line(BENCHMARK, document, units=units, device=self._device_name())
 
     def _device_name(self) -> str:
         return next(iter(self._systems.values())).device_name()

@@ -21,7 +21,7 @@ from pensieve_jax.rebatching import Query, RebatchingConfig, RebatchingEngine
 from pensieve_jax.rebatching.config import PAGE_TOKENS
 from pensieve_lab.rebatching.runners import Runners
 from pensieve_lab.serving.clock import RunClock
-from pensieve_lab.serving.peers import Transcripts, check_length, usage
+from pensieve_lab.serving.stateless_baselines import Transcripts, check_length, usage
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 SYSTEMS: Mapping[str, Mapping[str, str]] = {

@@ -23,7 +23,14 @@ from typing import Any, NamedTuple
 from model_defs import ModelConfig
 from pensieve_jax import EngineConfig
 from pensieve_lab.serving.clock import RunClock
-from pensieve_lab.serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
+from pensieve_lab.serving.stateless_baselines import (
+    BaselineError,
+    Transcripts,
+    check_length,
+    hf_config,
+    import_baseline,
+    usage,
+)
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 SYSTEM = "transformers-static"
@@ -38,7 +45,7 @@ class _Stopped(Exception):
     """The rest of a batch is no longer needed."""
 
 
-class _Told(NamedTuple):
+class _BatchReport(NamedTuple):
     """Report of a batch's thread: ids of every row at a time, or how the batch ended."""
 
     ids: list[int] | None = None
@@ -49,8 +56,8 @@ class _Told(NamedTuple):
 class _Streamer:
     """Streamer of `generate`: receives the prompts first, then a token of every row per step."""
 
-    def __init__(self, told: queue.Queue[_Told], stopped: threading.Event) -> None:
-        self._told, self._stopped = told, stopped
+    def __init__(self, reports: queue.Queue[_BatchReport], stopped: threading.Event) -> None:
+        self._reports, self._stopped = reports, stopped
         self._has_prompts = False
 
     def put(self, value: Any) -> None:
@@ -60,7 +67,7 @@ class _Streamer:
         if not self._has_prompts:
             self._has_prompts = True
             return
-        self._told.put(_Told(value.reshape(-1).tolist(), time.perf_counter()))
+        self._reports.put(_BatchReport(value.reshape(-1).tolist(), time.perf_counter()))
 
     def end(self) -> None:
         """Do nothing: the last step was reported."""
@@ -71,21 +78,23 @@ class Batch:
 
     def __init__(self, model: Any, torch: Any, config: Any, prompts: Sequence[Sequence[int]]) -> None:
         """Start generating. `config` is the call's `GenerationConfig`."""
-        self._told: queue.Queue[_Told] = queue.Queue()
+        self._reports: queue.Queue[_BatchReport] = queue.Queue()
         self._stopped = threading.Event()
         ids, mask = padded_left(prompts)
         self._pool = ThreadPoolExecutor(1, "static batch")
         self._running = self._pool.submit(self._run, model, torch, config, ids, mask)
-        # Pass an error on to the caller of `told`.
-        self._running.add_done_callback(lambda ended: self._told.put(_Told(error=ended.exception())))
+        # Pass an error on to the caller of `reports`.
+        self._running.add_done_callback(
+            lambda ended: self._reports.put(_BatchReport(error=ended.exception()))
+        )
 
-    def told(self, timeout_s: float) -> list[_Told]:
+    def reports(self, timeout_s: float) -> list[_BatchReport]:
         """Return the reports that have come, after waiting `timeout_s` at most for the first."""
         found = []
         try:
-            found.append(self._told.get(timeout=timeout_s))
+            found.append(self._reports.get(timeout=timeout_s))
             while True:
-                found.append(self._told.get_nowait())
+                found.append(self._reports.get_nowait())
         except queue.Empty:
             return found
 
@@ -100,7 +109,7 @@ class Batch:
                 torch.tensor(ids, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
                 generation_config=config,
-                streamer=_Streamer(self._told, self._stopped),
+                streamer=_Streamer(self._reports, self._stopped),
             )
 
 
@@ -139,11 +148,11 @@ class StaticServer:
             self._begin_batch()
         assert self._batch is not None
         answers = []
-        for told in self._batch.told(_POLL_S):
-            if told.ids is not None:
-                answers += self._see(told.ids, self.clock.at(told.time_s))
+        for report in self._batch.reports(_POLL_S):
+            if report.ids is not None:
+                answers += self._see(report.ids, self.clock.at(report.time_s))
             else:
-                self._end_batch(told.error)
+                self._end_batch(report.error)
         return answers
 
     def counters(self) -> Mapping[str, float]:
@@ -194,7 +203,7 @@ class StaticServer:
     def _end_batch(self, error: BaseException | None) -> None:
         self._batch = None
         if error is not None:
-            raise PeerError(f"transformers failed a batch: {error}") from error
+            raise BaselineError(f"transformers failed a batch: {error}") from error
         for turn, ids in zip(self._rows, self._ids, strict=True):
             if turn is not None:
                 check_length(turn, ids)
@@ -229,8 +238,8 @@ class StaticSystem:
           max_batch: maximum rows of a batch.
         """
         self.label = SYSTEM
-        self._torch = import_peer(self.label, "torch")
-        self._transformers = import_peer(self.label, "transformers")
+        self._torch = import_baseline(self.label, "torch")
+        self._transformers = import_baseline(self.label, "transformers")
         self._max_batch = max_batch
         self._max_tokens = config.cache.gpu_pages * config.cache.chunk_tokens
         self._server: StaticServer | None = None
@@ -254,10 +263,12 @@ class StaticSystem:
         warm_up = self._begin([_WARM_UP_IDS], 2)
         ended = False
         while not ended:
-            for told in warm_up.told(_POLL_S):
-                if told.error is not None:
-                    raise PeerError(f"transformers failed while warming up: {told.error}") from told.error
-                ended = ended or told.ids is None
+            for report in warm_up.reports(_POLL_S):
+                if report.error is not None:
+                    raise BaselineError(
+                        f"transformers failed while warming up: {report.error}"
+                    ) from report.error
+                ended = ended or report.ids is None
         self._server = StaticServer(self._begin, self._max_batch, self._max_tokens, clock)
         return self._server
 

@@ -15,7 +15,14 @@ from typing import Any
 from model_defs import ModelConfig
 from pensieve_jax import EngineConfig
 from pensieve_lab.serving.clock import RunClock
-from pensieve_lab.serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
+from pensieve_lab.serving.stateless_baselines import (
+    BaselineError,
+    Transcripts,
+    check_length,
+    hf_config,
+    import_baseline,
+    usage,
+)
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 _POLL_S = 0.005  # a third of a step of typical models; bounds the delay of new turns
@@ -97,16 +104,16 @@ class TransformersServer:
         return request_id
 
     def _results(self) -> list[Any]:
-        """Wait at most `_POLL_S` for finished results; raises PeerError if one failed."""
+        """Wait at most `_POLL_S` for finished results; raises BaselineError if one failed."""
         results = []
         result = self._manager.get_result(timeout=_POLL_S)
         while result is not None:
             if result.error is not None:
-                raise PeerError(f"transformers failed a request: {result.error}")
+                raise BaselineError(f"transformers failed a request: {result.error}")
             results.append(result)
             result = self._manager.get_result(timeout=0)
         if not results and not self._manager.is_running():
-            raise PeerError("transformers' generation thread ended before its time; its log says why.")
+            raise BaselineError("transformers' generation thread ended before its time; its log says why.")
         return results
 
     def _answer(self, result: Any) -> Answer:
@@ -139,8 +146,8 @@ class TransformersSystem:
             replaces plain "sdpa" by flash attention if it finds it, or believes that it can download it.
         """
         self.label = "transformers"
-        self._torch = import_peer(self.label, "torch")
-        self._transformers = import_peer(self.label, "transformers")
+        self._torch = import_baseline(self.label, "torch")
+        self._transformers = import_baseline(self.label, "transformers")
         self._config = config
         self._manager: Any = None
         options = {"dtype": getattr(self._torch, dtype), "attn_implementation": attention}
@@ -157,7 +164,7 @@ class TransformersSystem:
     def start(self, clock: RunClock) -> TransformersServer:
         """Start a manager with an empty cache; the previous one is stopped."""
         self.close()
-        generation = import_peer(self.label, "transformers.generation")
+        generation = import_baseline(self.label, "transformers.generation")
         cache, scheduler = self._config.cache, self._config.scheduler
         self._manager = self._model.init_continuous_batching(
             generation_config=generation.GenerationConfig(do_sample=False, eos_token_id=_NO_ID),
@@ -174,7 +181,9 @@ class TransformersSystem:
         self._manager.start()
         while self._manager.get_result(timeout=_POLL_S) is None:
             if not self._manager.is_running():
-                raise PeerError("transformers' generation thread ended while warming up; its log says why.")
+                raise BaselineError(
+                    "transformers' generation thread ended while warming up; its log says why."
+                )
         return TransformersServer(self._manager, clock)
 
     def describe(self) -> dict[str, Any]:

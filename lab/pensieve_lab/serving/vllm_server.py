@@ -21,7 +21,14 @@ from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError, EngineConfig
 from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_lab.serving.clock import RunClock
-from pensieve_lab.serving.peers import PeerError, Transcripts, check_length, hf_config, import_peer, usage
+from pensieve_lab.serving.stateless_baselines import (
+    BaselineError,
+    Transcripts,
+    check_length,
+    hf_config,
+    import_baseline,
+    usage,
+)
 from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 OFFLOAD = "vllm-offload"
@@ -153,8 +160,8 @@ class VllmSystem:
         """
         self.label = f"{name}, prompts only" if name == OFFLOAD and offload_prompt_only else name
         self._has_host = name == OFFLOAD
-        self._vllm = import_peer(name, "vllm")
-        self._sampling = import_peer(name, "vllm.sampling_params")
+        self._vllm = import_baseline(name, "vllm")
+        self._sampling = import_baseline(name, "vllm.sampling_params")
         self._server: VllmServer | None = None
         cache, scheduler = config.cache, config.scheduler
         if cache.kv_dtype not in _KV_DTYPES:
@@ -198,7 +205,7 @@ class VllmSystem:
         """Return an engine with empty memory; requests of the load point before are cancelled.
 
         Raises:
-          PeerError: it could not be emptied.
+          BaselineError: it could not be emptied.
         """
         self._cancel()
         self._empty()
@@ -208,12 +215,12 @@ class VllmSystem:
 
     def describe(self) -> dict[str, Any]:
         """Return the versions and options that a report names."""
-        torch = import_peer(self.label, "torch")
+        torch = import_baseline(self.label, "torch")
         return {"vllm": self._vllm.__version__, "torch": torch.__version__, "options": self._options}
 
     def device_name(self) -> str:
         """Return the kind of the device for reports."""
-        torch = import_peer(self.label, "torch")
+        torch = import_baseline(self.label, "torch")
         return f"cuda: {torch.cuda.get_device_name(0)}"
 
     def close(self) -> None:
@@ -225,7 +232,7 @@ class VllmSystem:
         """Return the options as `EngineArgs` takes them; vLLM writes into what it is given."""
         options = copy.deepcopy(self._options)
         if self._has_host:
-            transfer_config = import_peer(name, "vllm.config").KVTransferConfig
+            transfer_config = import_baseline(name, "vllm.config").KVTransferConfig
             options["kv_transfer_config"] = transfer_config(**options["kv_transfer_config"])
         return options
 
@@ -238,7 +245,7 @@ class VllmSystem:
             if is_empty or self._server is None:  # nothing was cached before the first load point
                 return
             time.sleep(_RESET_PAUSE_S)
-        raise PeerError(
+        raise BaselineError(
             f"{self.label} did not empty its caches in {_NUM_RESETS} attempts. "
             "Run each load point in a process of its own: give --rates one value."
         )

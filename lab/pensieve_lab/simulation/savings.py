@@ -134,6 +134,6 @@ def load(stateless: SystemResult) -> str:
     share = stateless.figures["device_busy"]
     busy = f"{share:.0%}" if share >= 0.005 else "under 1%"
     if share < _MOSTLY_IDLE:
-        told = "latencies say little at this load, so compare prefilled tokens"
-        return f"Without state this load keeps one GPU busy for {busy} of the time: {told}."
+        advice = "latencies say little at this load, so compare prefilled tokens"
+        return f"Without state this load keeps one GPU busy for {busy} of the time: {advice}."
     return f"Without state this load keeps one GPU busy for {busy} of the time until the last answer."

@@ -20,21 +20,21 @@ from pensieve_jax.engine.loop import EngineLoop, Observe, PeriodicSweep, unobser
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.scheduler import Grant, Request, token_buckets
 from pensieve_lab.simulator.clock import Timeline
+from pensieve_lab.simulator.decode_run import DecodeRun, is_blocked
 from pensieve_lab.simulator.device import SimulatedDevice
 from pensieve_lab.simulator.profile import DeviceProfile
 from pensieve_lab.simulator.step_time import StepLoad
-from pensieve_lab.simulator.stretch import DecodeRun, is_blocked
 from pensieve_lab.simulator.transfers import SimulatedTransfers
 from pensieve_lab.workload.server import History
 from pensieve_lab.workload.step_totals import Steps
 from pensieve_lab.workload.turns import Answer, UserTurn
 
 _TOKEN_ID = 0  # placeholder; the simulation reads no ids
-_NOBODY: list[Request] = []
+_NO_REQUESTS: list[Request] = []
 
 
 @dataclass(slots=True)
-class _Served:
+class _SubmittedTurn:
     """Submitted turn, the tokens that it had to compute then, and the time of its first token."""
 
     turn: UserTurn
@@ -70,13 +70,13 @@ class Replica:
         *,
         number: int = 0,
         start_s: float = 0.0,
-        stretches: bool = True,
+        decode_runs: bool = True,
         observe: Observe | None = None,
-        experience: LearnedState | None = None,
+        learned_state: LearnedState | None = None,
     ) -> None:
         """Start idle. `config.cache.cpu_bytes` must be converted to pages.
 
-        `stretches` False calls the scheduler for every step, which is slower and changes nothing else.
+        `decode_runs` False calls the scheduler for every step, which is slower and changes nothing else.
         `observe` sees every decision; see `Observe`. A learning order continues from `learned_state`.
         """
         self.number = number
@@ -102,14 +102,14 @@ class Replica:
             self._stats,
             max_num_copies=max_num_staged,
             observe=observe or unobserved,
-            learned_state=experience,
+            learned_state=learned_state,
         )
         self.cache: CacheManager = self._loop.cache
         self._config = config
-        self._stretches = stretches
-        self._stretch: DecodeRun | None = None
+        self._uses_decode_runs = decode_runs
+        self._decode_run: DecodeRun | None = None
         self._is_observed = observe is not None
-        self._turns: dict[Request, _Served] = {}
+        self._turns: dict[Request, _SubmittedTurn] = {}
         self._sequences: dict[str, CachedSequence] = {}
         self._busy: set[str] = set()
         self._compute_tokens = self._context_tokens = 0
@@ -149,7 +149,7 @@ class Replica:
             max_context_tokens=num_history + turn.prompt_tokens + turn.output_tokens,
         )
         compute_tokens = self._missing_tokens(turn)
-        self._turns[request] = _Served(turn, compute_tokens)
+        self._turns[request] = _SubmittedTurn(turn, compute_tokens)
         self._compute_tokens += compute_tokens
         self._context_tokens += num_history + turn.prompt_tokens
         self._device.submit()
@@ -233,28 +233,28 @@ class Replica:
 
     def _advance(self, until_s: float) -> bool:
         """Do steps that need no scheduler; return False if the next step needs it."""
-        if self._stretch is None and self._can_stretch():
-            self._stretch = DecodeRun(self._config, self._loop.scheduler, self.cache)
-        stretch, has_advanced = self._stretch, False
-        while stretch is not None and (not has_advanced or self.clock.now() < until_s):
+        if self._decode_run is None and self._can_start_decode_run():
+            self._decode_run = DecodeRun(self._config, self._loop.scheduler, self.cache)
+        run, has_advanced = self._decode_run, False
+        while run is not None and (not has_advanced or self.clock.now() < until_s):
             if arrived := self._transfers.completed().arrived:
                 self.cache.complete(arrived)
-            if not stretch.can_go_on():
-                stretch.end()
-                stretch = self._stretch = None
+            if not run.can_go_on():
+                run.end()
+                run = self._decode_run = None
                 break
-            output = stretch.step(with_grants=self._is_observed)
-            step = _Step(stretch.load, _NOBODY, stretch.last(), len(stretch.running))
+            output = run.step(with_grants=self._is_observed)
+            step = _Step(run.load, _NO_REQUESTS, run.last(), len(run.running))
             launch = functools.partial(self._launch, step)
             self._finish(self._loop.carry_out(output, step.load.num_tokens, launch))
-            stretch.load.lengthen()
+            run.load.lengthen()
             has_advanced = True
         return has_advanced
 
-    def _can_stretch(self) -> bool:
+    def _can_start_decode_run(self) -> bool:
         """Return whether the latest step gave every running request a token that was not its last."""
         latest, num_running = self._loop.in_flight, len(self._loop.scheduler.running)
-        if not self._stretches or latest is None or latest.last or latest.num_samples != num_running:
+        if not self._uses_decode_runs or latest is None or latest.last or latest.num_samples != num_running:
             return False
         return is_blocked(self._config, self._loop.scheduler, self.cache)
 

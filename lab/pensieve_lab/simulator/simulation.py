@@ -39,7 +39,7 @@ class Scenario:
       warm_up_s: virtual time before the measured window.
       window_s: length of the window; None means until every turn is answered.
       drain_s: virtual time after the window, while users continue; only `on_answer` sees its answers.
-      stretches: see `Replica`.
+      decode_runs: see `Replica`.
     """
 
     config: EngineConfig
@@ -52,7 +52,7 @@ class Scenario:
     warm_up_s: float = 0.0
     window_s: float | None = None
     drain_s: float = 0.0
-    stretches: bool = True
+    decode_runs: bool = True
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that cannot be simulated."""
@@ -79,7 +79,7 @@ class Outcome:
       seconds: virtual time of the window.
       num_unfinished: unanswered turns at its end.
       num_refused: sessions that ended early because they had outgrown the context, warm-up included.
-      experience: merged learned state of the replicas at its end; None for an order that does not learn.
+      learned_state: merged learned state of the replicas at its end; None for an order that does not learn.
     """
 
     answers: Sequence[Answer]
@@ -88,7 +88,7 @@ class Outcome:
     seconds: float
     num_unfinished: int
     num_refused: int
-    experience: LearnedState | None = None
+    learned_state: LearnedState | None = None
 
 
 def simulate(
@@ -96,7 +96,7 @@ def simulate(
     sessions: Sequence[Session],
     on_answer: Callable[[Answer], None] | None = None,
     *,
-    experience: LearnedState | None = None,
+    learned_state: LearnedState | None = None,
 ) -> Outcome:
     """Serve sessions; sessions from before the run find their history where it would be.
 
@@ -108,7 +108,7 @@ def simulate(
     mid_life = [session for session in sessions if session.first_turn] if scenario.config.stateful else []
     mid_life.sort(key=lambda session: session.last_active_s)
     start_s = min(mid_life[0].last_active_s, 0.0) if mid_life else 0.0
-    replicas = [_replica(scenario, number, start_s, experience) for number in range(scenario.num_replicas)]
+    replicas = [_replica(scenario, number, start_s, learned_state) for number in range(scenario.num_replicas)]
     for session in mid_life:
         _place(session, replicas, router)
     for replica in replicas:
@@ -136,7 +136,7 @@ def simulate(
         seconds=end_s - scenario.warm_up_s,
         num_unfinished=sum(replica.num_unfinished for replica in replicas),
         num_refused=client.num_refused,
-        experience=_experience(replicas, experience),
+        learned_state=_merged_learned_state(replicas, learned_state),
     )
     if scenario.drain_s:
         serve(end_s + scenario.drain_s)
@@ -156,21 +156,21 @@ def run(
     return drive(client, servers, send, until_s=until_s)
 
 
-def _replica(scenario: Scenario, number: int, start_s: float, experience: LearnedState | None) -> Replica:
+def _replica(scenario: Scenario, number: int, start_s: float, learned_state: LearnedState | None) -> Replica:
     return Replica(
         scenario.config,
         scenario.profile,
         scenario.cost_model,
         number=number,
         start_s=start_s,
-        stretches=scenario.stretches,
-        experience=experience,
+        decode_runs=scenario.decode_runs,
+        learned_state=learned_state,
     )
 
 
-def _experience(replicas: Sequence[Replica], given: LearnedState | None) -> LearnedState | None:
+def _merged_learned_state(replicas: Sequence[Replica], given: LearnedState | None) -> LearnedState | None:
     found = [replica.cache.turns.learned_state() for replica in replicas]
-    known = [experience for experience in found if experience is not None]
+    known = [learned_state for learned_state in found if learned_state is not None]
     return LearnedState.merged(known, given) if known else None
 
 

@@ -60,9 +60,9 @@ def operations(
     return [Operation(one.name, one.num_bytes // num_devices, one.flop // num_devices) for one in found]
 
 
-def bound_s(found: Sequence[Operation], ceilings: Ceilings) -> float:
+def bound_s(operations: Sequence[Operation], ceilings: Ceilings) -> float:
     """Return the sum of the operations' bounds, since they run in sequence."""
-    return sum(one.seconds(ceilings) for one in found)
+    return sum(one.seconds(ceilings) for one in operations)
 
 
 def _product(

@@ -37,9 +37,9 @@ def _calls(runner: ModelRunner, num_chunks: int, repeats: int) -> dict[str, Any]
 
     def timed[T](name: str, call: Callable[..., T], *args: object) -> T:
         start_s = time.perf_counter()
-        told = call(*args)
+        result = call(*args)
         samples[name][-1] += time.perf_counter() - start_s
-        return told
+        return result
 
     def copies() -> list[ChunkCopy]:
         return [ChunkCopy(next(ids), index, index) for index in range(1, num_chunks + 1)]

@@ -85,8 +85,10 @@ def test_rivals_compute_the_same(name, num_workers):
 
 def test_figure_2_5_by_graphs():
     """Requests 1 to 4 end at 5, the length of the longest; 5 to 8 end at 12."""
-    told = load("pensieve_lab.cells.timeline").run(functools.partial(Padding, width=100, oldest_first=True))
-    assert told.end_s.tolist() == [5, 5, 5, 5, 12, 12, 12, 12]
+    timeline = load("pensieve_lab.cells.timeline").run(
+        functools.partial(Padding, width=100, oldest_first=True)
+    )
+    assert timeline.end_s.tolist() == [5, 5, 5, 5, 12, 12, 12, 12]
 
 
 def test_buckets_are_padded_to_their_tops_in_turn():

@@ -16,15 +16,15 @@ from tests.launching import load
 
 def test_figure_2_5():
     """Four cells at a time, a time unit per cell; requests 5 to 8 come while 1 to 4 run."""
-    told = load("pensieve_lab.cells.timeline").run(CellScheduler)
+    timeline = load("pensieve_lab.cells.timeline").run(CellScheduler)
     # Two tasks of requests 1 to 4; at 2 request 1 has left and 5 joins; at 3 requests 2 and 3 leave, for 6
     # and 7.
-    assert told.tasks[:4] == [(0, (1, 2, 3, 4)), (1, (1, 2, 3, 4)), (2, (2, 3, 4, 5)), (3, (4, 5, 6, 7))]
-    assert told.end_s[:4].tolist() == [2, 3, 3, 5]
-    assert told.begin_s[4:7].tolist() == [2, 3, 3]
+    assert timeline.tasks[:4] == [(0, (1, 2, 3, 4)), (1, (1, 2, 3, 4)), (2, (2, 3, 4, 5)), (3, (4, 5, 6, 7))]
+    assert timeline.end_s[:4].tolist() == [2, 3, 3, 5]
+    assert timeline.begin_s[4:7].tolist() == [2, 3, 3]
     # Request 8 takes the place of request 4. By graphs of four everything would end at 5 and at 12.
-    assert told.end_s[7] == 6
-    assert told.end_s.max() == 9
+    assert timeline.end_s[7] == 6
+    assert timeline.end_s.max() == 9
 
 
 @pytest.mark.parametrize(("rate", "p90_ms"), [(2000, 12.5), (8000, 12.5)])

@@ -31,7 +31,7 @@ from pensieve_lab.simulator.routing import AffinityRouter
 from pensieve_lab.simulator.step_time import StepLoad
 from pensieve_lab.simulator.transfers import SimulatedTransfers
 from pensieve_lab.workload import Answer, Client, Session, UserTurn
-from tests.cache.helpers import experience_of
+from tests.cache.helpers import learned_state_of
 from tests.engine.fake_runner import NUM_LAYERS, VOCAB_SIZE, FakeRunner
 from tests.engine.fake_transfers import IMMEDIATE, FakeTransfers
 
@@ -104,7 +104,7 @@ class TimedRunner(FakeRunner):
 class EngineServer:
     """Real engine, driven like a simulated replica."""
 
-    def __init__(self, config: EngineConfig, experience: LearnedState | None) -> None:
+    def __init__(self, config: EngineConfig, learned_state: LearnedState | None) -> None:
         self.seen = Seen()
         runner = TimedRunner(config)
         self.clock, self.runner = runner.timeline, runner
@@ -117,7 +117,7 @@ class EngineServer:
             clock=self.clock,
             observe=lambda output: self.seen.outputs.append(plain(output)),
         )
-        self.engine.cache.turns.begin(experience)
+        self.engine.cache.turns.begin(learned_state)
         self._turns: dict[Turn, UserTurn] = {}
         self._first_token_s: dict[Turn, float] = {}
 
@@ -157,13 +157,13 @@ class EngineServer:
 CONFIGS = {
     "retention": small_config(),
     "learned": small_config(policy="learned"),
-    "experienced": small_config(policy="learned"),
+    "learned_before": small_config(policy="learned"),
     "trailing": small_config(policy="trailing"),
     "tight": small_config(gpu_pages=26, cpu_pages=12),
     "gpu": small_config(cpu_pages=0),
     "stateless": small_config(cpu_pages=0, stateful=False),
 }
-QUICK = "retention", "experienced", "tight", "gpu", "stateless"
+QUICK = "retention", "learned_before", "tight", "gpu", "stateless"
 
 
 @pytest.mark.long
@@ -178,9 +178,9 @@ QUICK = "retention", "experienced", "tight", "gpu", "stateless"
 def test_same_decisions_answers_and_times(name, seed):
     """The fake runner also shows that no step read anything that had not arrived."""
     config, sessions = CONFIGS[name], make_sessions(seed)
-    experience = experience_of(seed) if name == "experienced" else None
-    engine = EngineServer(config, experience).serve(sessions)
-    simulated = serve(config, sessions, stretches=True, experience=experience)
+    learned_state = learned_state_of(seed) if name == "learned_before" else None
+    engine = EngineServer(config, learned_state).serve(sessions)
+    simulated = serve(config, sessions, decode_runs=True, learned_state=learned_state)
     assert simulated.outputs == engine.outputs
     assert simulated.plain_answers() == engine.plain_answers() and len(engine.answers) > 24
     common = (simulated.stats.keys() & engine.stats.keys()) - UNLIKE

@@ -14,7 +14,7 @@ from pensieve_lab.balance.migrating import MigratingHash
 from pensieve_lab.balance.state_aware import StateAware
 from pensieve_lab.simulator import Replica, figures, simulate
 from pensieve_lab.simulator.fleet import Change, Fleet, Fronts
-from pensieve_lab.simulator.sketch import FluidReplica
+from pensieve_lab.simulator.fluid_replica import FluidReplica
 from pensieve_lab.workload import Client
 from tests.seeds import new_seed
 

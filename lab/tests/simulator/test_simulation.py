@@ -80,11 +80,11 @@ def test_routers():
 
 
 @pytest.mark.parametrize("routing", ["affinity", "random", "least-loaded"])
-def test_replicas_step_as_they_stretch(routing):
+def test_replicas_step_the_same_without_decode_runs(routing):
     sessions = make_sessions(3, num_sessions=40, gap_s=0.1)
     stepped, advanced = (
-        simulate(scenario(num_replicas=3, routing=routing, stretches=stretches), sessions)
-        for stretches in (False, True)
+        simulate(scenario(num_replicas=3, routing=routing, decode_runs=decode_runs), sessions)
+        for decode_runs in (False, True)
     )
     assert [dataclasses.asdict(a) for a in stepped.answers] == [
         dataclasses.asdict(a) for a in advanced.answers

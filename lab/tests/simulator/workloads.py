@@ -82,9 +82,9 @@ def serve(
     config: EngineConfig,
     sessions: list[Session],
     *,
-    stretches: bool,
+    decode_runs: bool,
     observed: bool = True,
-    experience: LearnedState | None = None,
+    learned_state: LearnedState | None = None,
 ) -> Seen:
     """Serve all sessions on one replica."""
     seen = Seen()
@@ -96,9 +96,9 @@ def serve(
         config,
         PROFILE,
         COSTS,
-        stretches=stretches,
+        decode_runs=decode_runs,
         observe=observe if observed else None,
-        experience=experience,
+        learned_state=learned_state,
     )
     for answer in run(Client(sessions, MAX_CONTEXT_TOKENS), [replica], AffinityRouter(0)):
         seen.answers.append(answer)

@@ -184,23 +184,23 @@ class VictimOrder[C: Candidate]:
 
     def _make_room(self, num_rows: int) -> None:
         """Remove unused rows, and make room for at least `num_rows` more."""
-        kept = [
+        kept_rows = [
             row
             for row, sequence in enumerate(self._sequences)
             if self._belongs(sequence) and sequence.role_number == self._role_numbers[row]
         ]
-        self._sequences = [self._sequences[row] for row in kept]
-        self._role_numbers = [self._role_numbers[row] for row in kept]
+        self._sequences = [self._sequences[row] for row in kept_rows]
+        self._role_numbers = [self._role_numbers[row] for row in kept_rows]
         self._rows = {sequence: row for row, sequence in enumerate(self._sequences)}
-        size = max((len(kept) + num_rows) * 5 // 4, _FEWEST_ROWS)
+        size = max((len(kept_rows) + num_rows) * 5 // 4, _FEWEST_ROWS)
         last_active_s, buckets, chunks = self._candidates
         self._candidates = EvictionCandidates(
-            _moved(last_active_s, kept, size, 0.0),
-            _moved(buckets, kept, size, 0),
-            _moved(chunks, kept, size, _NO_CHUNK),
+            _moved(last_active_s, kept_rows, size, 0.0),
+            _moved(buckets, kept_rows, size, 0),
+            _moved(chunks, kept_rows, size, _NO_CHUNK),
         )
-        self._worths = _moved(self._worths, kept, size, math.inf)
-        self._until_s = _moved(self._until_s, kept, size, math.inf)
+        self._worths = _moved(self._worths, kept_rows, size, math.inf)
+        self._until_s = _moved(self._until_s, kept_rows, size, math.inf)
         self._front.clear()
         self._bound, self._last_victim_row = -math.inf, -1
 

@@ -84,6 +84,6 @@ def _sample_part(
     return Samples(token_ids, logprobs, top_ids, top_logits - log_normalizer[:, None])
 
 
-def _rows_of(told: jax.Array) -> jax.Array:
+def _rows_of(reported: jax.Array) -> jax.Array:
     """Reshape [devices, S, K] to [S, devices * K]; equal values keep the order of ids, which is by device."""
-    return jnp.moveaxis(told, 0, 1).reshape(told.shape[1], -1)
+    return jnp.moveaxis(reported, 0, 1).reshape(reported.shape[1], -1)

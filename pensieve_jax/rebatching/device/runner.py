@@ -204,12 +204,14 @@ class DeviceRunner:
         row.kv = None
         return True
 
-    def reset(self, kept: Collection[int]) -> None:
+    def reset(self, kept_serials: Collection[int]) -> None:
         self._shape = self._state = None
         self._ids = self._no_ids()
         # The host knows these rows' next tokens and passes them in `Insert`. Device ids may be invalid.
         self._rows = {
-            serial: _Row(None, row.host, self._ids, 0) for serial, row in self._rows.items() if serial in kept
+            serial: _Row(None, row.host, self._ids, 0)
+            for serial, row in self._rows.items()
+            if serial in kept_serials
         }
 
     # Launches

@@ -45,13 +45,13 @@ def _explain_turn(engine: Engine, owner: str, turn_id: str) -> dict[str, Any]:
     return _plain(engine.explain_turn(owner, turn_id))
 
 
-def _plain(found: Explanation) -> dict[str, Any]:
+def _plain(explanation: Explanation) -> dict[str, Any]:
     """Convert an explanation; dropped chunks have the name of the reason, its text, and their value."""
     chunks = [
         {**chunk._asdict(), "drop": None if chunk.drop is None else _drop(chunk.drop)}
-        for chunk in found.chunks
+        for chunk in explanation.chunks
     ]
-    return {**found._asdict(), "chunks": chunks, "lines": list(found.lines)}
+    return {**explanation._asdict(), "chunks": chunks, "lines": list(explanation.lines)}
 
 
 def _drop(drop: DropRecord) -> dict[str, Any]:

@@ -200,12 +200,12 @@ def _as_sentence(error: BaseException) -> str:
         case InvalidFieldError(hint=str(hint)) if hint:
             return message.removesuffix(f"; {hint}.") + "."
         case HistoryUnavailableError(may_be_kept=may_be_kept):  # clients must not see the history's address
-            kept = (
+            outcome = (
                 "The change may have been stored: check before you send it again."
                 if may_be_kept
                 else "Try again."
             )
-            return f"The history cannot be reached at the moment. {kept}"
+            return f"The history cannot be reached at the moment. {outcome}"
         case ChatTemplateError():
             return f"{error.problem}; change the messages, or send text to /v1/completions."
         case _:

@@ -235,12 +235,12 @@ def _not_started(error: Exception) -> ReplicasNotStartedError:
     """Return an error with the messages of the deployments, which Serve's error lacks."""
     app = _application()
     found = {} if app is None else {name: one.message for name, one in app.deployments.items()}
-    said = [line for line in (problem_in_words(*one) for one in found.items()) if line]
-    return ReplicasNotStartedError(_in_words(said or [str(error)]))
+    problems = [line for line in (problem_in_words(*one) for one in found.items()) if line]
+    return ReplicasNotStartedError(_in_words(problems or [str(error)]))
 
 
-def _in_words(said: list[str]) -> str:
-    return "\n".join([f"The replicas could not be started; their logs are in {_LOGS}.", *said])
+def _in_words(problems: list[str]) -> str:
+    return "\n".join([f"The replicas could not be started; their logs are in {_LOGS}.", *problems])
 
 
 def kill_descendants() -> None:

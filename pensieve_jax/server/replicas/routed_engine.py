@@ -199,7 +199,7 @@ class RoutedEngine:
 
     def _start(self, submission: RetryingSubmission) -> None:
         self._placer.sent(submission.key, submission.replies)
-        task = _apart(submission.run())
+        task = _start_outside_request(submission.run())
         self._submissions[task] = submission
         task.add_done_callback(self._ended)
 
@@ -233,7 +233,7 @@ class RoutedEngine:
         limit = asyncio.timeout(self._answer_s)
         try:
             async with limit:
-                return await _apart(asked)
+                return await _start_outside_request(asked)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -241,7 +241,7 @@ class RoutedEngine:
             raise EngineDiedError(sentence) from None
 
 
-def _apart[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def _start_outside_request[T](work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Run a coroutine as a task outside the context of a request.
 
     Ray cancels the calls that belong to a request when its client disconnects.

@@ -316,9 +316,9 @@ def test_turns_reach_the_order_through_the_manager():
         cache.clock.advance(2.0)
         manager.turns.sent(sequence, 3 * CHUNK)
         manager.close(sequence)
-    experience = manager.turns.learned_state()
-    assert experience.num_returns == 64 and (experience.returns.sum(1) > 0).sum() == 1
-    assert experience.exposure_s.sum() == pytest.approx(128.0)
+    learned_state = manager.turns.learned_state()
+    assert learned_state.num_returns == 64 and (learned_state.returns.sum(1) > 0).sum() == 1
+    assert learned_state.exposure_s.sum() == pytest.approx(128.0)
     assert manager.stats()["num_returns_seen"] == 64
     manager.turns.begin(None)
     assert manager.turns.learned_state().num_returns == 0
@@ -333,8 +333,8 @@ def test_a_policy_starts_with_the_order_of_its_learned_state():
     cache = Cache(200, policy="learned")
     policy = cache.manager._policy
     assert isinstance(policy, LearnedPolicy) and policy.selected == "retention"
-    experience = cache.manager.turns.learned_state()
+    learned_state = cache.manager.turns.learned_state()
     cache.manager.turns.begin(
-        type(experience)(experience.returns, experience.exposure_s, "lru", experience.losses)
+        type(learned_state)(learned_state.returns, learned_state.exposure_s, "lru", learned_state.losses)
     )
     assert policy.selected == "lru" and "'lru'" in cache.manager.turns.describe()

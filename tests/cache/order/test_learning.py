@@ -7,7 +7,7 @@ import pytest
 from pensieve_jax.cache.order.policies import make_policy
 from pensieve_jax.cache.order.policy_selector import BLOCK_TOKENS
 from pensieve_jax.cache.order.returns import bucket_of
-from tests.cache.helpers import CHUNK, Cache, experience_of
+from tests.cache.helpers import CHUNK, Cache, learned_state_of
 
 
 def answered(cache: Cache, sequence, num_history_tokens, prompt_tokens, output_tokens=CHUNK) -> int:
@@ -62,8 +62,8 @@ def test_an_ended_conversation_does_not_return():
     cache.clock.advance(3.0)
     cache.manager.turns.ended("a")
     cache.manager.turns.sent(sequence, 3 * CHUNK)
-    experience = cache.manager.turns.learned_state()
-    assert experience.num_returns == 0 and experience.exposure_s.sum() == pytest.approx(3.0)
+    learned_state = cache.manager.turns.learned_state()
+    assert learned_state.num_returns == 0 and learned_state.exposure_s.sum() == pytest.approx(3.0)
 
 
 def test_an_ended_conversation_frees_its_place_in_the_ghost_caches():
@@ -130,11 +130,11 @@ def test_a_better_order_is_followed_after_a_turn():
 
 def test_it_continues_from_a_learned_state_and_forgets_it():
     cache = Cache(200, policy="learned")
-    experience = experience_of(3)
-    cache.manager.turns.begin(experience)
+    learned_state = learned_state_of(3)
+    cache.manager.turns.begin(learned_state)
     assert cache.manager._policy.selected == "returns"
     found = cache.manager.turns.learned_state()
-    assert found.num_returns == experience.num_returns and found.selected == "returns"
+    assert found.num_returns == learned_state.num_returns and found.selected == "returns"
     cache.manager.turns.begin(None)
     assert cache.manager._policy.selected == "retention"
 

@@ -185,7 +185,7 @@ def test_a_conversation_that_was_idle_too_long_has_left():
     assert log.model.returns.sum() == 0
 
 
-def experience():
+def learned_state():
     rng = np.random.default_rng(0)
     shape = NUM_BUCKETS, NUM_BINS
     losses = PolicyLosses(
@@ -195,7 +195,7 @@ def experience():
 
 
 def test_learned_state_survives_serialization():
-    before = experience()
+    before = learned_state()
     after = LearnedState.from_dict(json.loads(json.dumps(before.to_dict())))
     np.testing.assert_array_equal(after.returns, before.returns)
     np.testing.assert_allclose(after.exposure_s, before.exposure_s, atol=1e-6)
@@ -219,7 +219,7 @@ def test_learned_state_survives_serialization():
 )
 def test_an_invalid_document_is_refused_by_field(change, field):
     with pytest.raises(ConfigError) as caught:
-        LearnedState.from_dict(experience().to_dict() | change)
+        LearnedState.from_dict(learned_state().to_dict() | change)
     assert caught.value.field == field
 
 
@@ -230,13 +230,13 @@ def test_a_value_that_is_not_a_document_is_refused(document):
 
 
 def test_learned_states_of_several_replicas_add_up():
-    one = experience()
+    one = learned_state()
     both = LearnedState.merged([one, one])
     assert both.num_returns == 2 * one.num_returns and both.selected == "returns"
 
 
 def test_the_common_start_counts_once():
-    given = experience()
+    given = learned_state()
     begun = [LearnedState(given.returns + i, given.exposure_s + i, "lru", given.losses) for i in range(3)]
     found = LearnedState.merged(begun, given)
     np.testing.assert_allclose(found.returns, given.returns + 3)

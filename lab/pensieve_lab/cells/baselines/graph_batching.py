@@ -147,10 +147,10 @@ class GraphBatching:
     def reportable(self, ended: list[CellRequest]) -> list[CellRequest]:
         """Return the requests whose whole batch has ended."""
         self._to_tell += ended
-        told = [one for one in self._to_tell if one.serial not in self._running]
-        if told:
+        finished = [one for one in self._to_tell if one.serial not in self._running]
+        if finished:
             self._to_tell = [one for one in self._to_tell if one.serial in self._running]
-        return told
+        return finished
 
     def _is_wanted(self, one: WaitingRequest) -> bool:
         """Return whether the request was not cancelled; if it was, another may have its id."""

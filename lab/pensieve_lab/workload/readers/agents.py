@@ -89,7 +89,7 @@ def _requests(rows: list[Row], name: str, block_tokens: int) -> Iterator[LoggedR
 
 
 @dataclass(slots=True)
-class _Asked:
+class _DistinctInput:
     """Input with its consecutive requests: its index, first and last request, and blocks kept from before."""
 
     index: int
@@ -98,8 +98,8 @@ class _Asked:
     kept_blocks: int
 
 
-def _distinct(rows: list[Row]) -> Iterator[_Asked]:
-    asked: _Asked | None = None
+def _distinct(rows: list[Row]) -> Iterator[_DistinctInput]:
+    asked: _DistinctInput | None = None
     before: list[object] = []
     for index, row in enumerate(rows):
         if "hash_ids" not in row.values:
@@ -112,7 +112,7 @@ def _distinct(rows: list[Row]) -> Iterator[_Asked]:
             kept_blocks, before = _num_common(before, blocks), blocks
         if asked is not None:
             yield asked
-        asked = _Asked(index, row, row, kept_blocks)
+        asked = _DistinctInput(index, row, row, kept_blocks)
     if asked is not None:
         yield asked
 

@@ -7,7 +7,7 @@ import pytest
 from lab.tests.simulator.workloads import make_sessions, serve, small_config
 from pensieve_jax.config import POLICIES
 from pensieve_lab.simulator import replica as replica_module
-from tests.cache.helpers import experience_of
+from tests.cache.helpers import learned_state_of
 
 CONFIGS = {
     **{policy: small_config(policy=policy) for policy in POLICIES},
@@ -20,8 +20,8 @@ CONFIGS = {
 
 
 def check_equal(config, sessions):
-    stepped = serve(config, sessions, stretches=False)
-    advanced = serve(config, sessions, stretches=True)
+    stepped = serve(config, sessions, decode_runs=False)
+    advanced = serve(config, sessions, decode_runs=True)
     assert advanced.outputs == stepped.outputs
     assert advanced.plain_answers() == stepped.plain_answers()
     assert advanced.stats == stepped.stats
@@ -42,9 +42,10 @@ def test_equals_stepping(name, seed):
 def test_equals_stepping_in_an_order_that_has_learned(seed):
     """Idle time moves between bins during a run."""
     config, sessions = CONFIGS["learned"], make_sessions(seed, think_s=3.0)
-    experience = experience_of(seed)
+    learned_state = learned_state_of(seed)
     seen = [
-        serve(config, sessions, stretches=stretches, experience=experience) for stretches in (False, True)
+        serve(config, sessions, decode_runs=decode_runs, learned_state=learned_state)
+        for decode_runs in (False, True)
     ]
     assert seen[0].outputs == seen[1].outputs and seen[0].stats == seen[1].stats
     assert any(output[4] for output in seen[0].outputs), "nothing gave way"
@@ -59,11 +60,11 @@ def test_equals_stepping_crowded_and_lonely(gap_s):
 def test_equals_stepping_without_an_observer():
     """Grants are made only for observers, and nothing else depends on them."""
     config, sessions = CONFIGS["tight"], make_sessions(11)
-    seen = [serve(config, sessions, stretches=stretches, observed=False) for stretches in (False, True)]
+    seen = [serve(config, sessions, decode_runs=decode_runs, observed=False) for decode_runs in (False, True)]
     assert seen[0].plain_answers() == seen[1].plain_answers() and seen[0].stats == seen[1].stats
 
 
-def test_everything_happens_here_and_stretches_are_long(monkeypatch):
+def test_everything_happens_here_and_decode_runs_are_long(monkeypatch):
     """Otherwise these tests would show little."""
     lengths = []
 
@@ -76,7 +77,7 @@ def test_everything_happens_here_and_stretches_are_long(monkeypatch):
     happened, num_steps = set(), 0
     for name in ("retention", "tight"):
         for seed in range(4):
-            seen = serve(CONFIGS[name], make_sessions(seed), stretches=True)
+            seen = serve(CONFIGS[name], make_sessions(seed), decode_runs=True)
             num_steps += seen.stats["num_steps"]
             for grants, _, admitted, suspended, drops, swap_outs, swap_ins, expedited in seen.outputs:
                 kinds = {

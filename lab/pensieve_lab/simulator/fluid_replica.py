@@ -35,7 +35,7 @@ _GROWTH_SHARE = 0.02  # share of the device that is reserved for growing answers
 
 
 @dataclass(slots=True, eq=False)
-class _Served:
+class _TurnInProgress:
     """Turn in progress.
 
     Attributes:
@@ -106,9 +106,9 @@ class FluidReplica:
         self._compute_token_s = profile.step.token_s
         self._idle: OrderedDict[str, int] = OrderedDict()
         self._idle_tokens = 0
-        self._waiting: deque[_Served] = deque()
-        self._prompts: deque[_Served] = deque()
-        self._decoding: list[tuple[float, int, _Served]] = []
+        self._waiting: deque[_TurnInProgress] = deque()
+        self._prompts: deque[_TurnInProgress] = deque()
+        self._decoding: list[tuple[float, int, _TurnInProgress]] = []
         self._num_pushed = 0
         self._done_steps = 0
         self._used = 0  # device tokens of running turns
@@ -143,7 +143,7 @@ class FluidReplica:
 
     def submit(self, turn: UserTurn) -> None:
         num_known = min(self._idle.get(turn.conversation_id, 0), max(turn.num_history_tokens - 1, 0))
-        served = _Served(turn, turn.prompt_tokens + turn.num_history_tokens - num_known)
+        served = _TurnInProgress(turn, turn.prompt_tokens + turn.num_history_tokens - num_known)
         self._compute_tokens += served.reported
         self._context_tokens += turn.prompt_tokens + turn.num_history_tokens
         self._waiting.append(served)
@@ -255,7 +255,7 @@ class FluidReplica:
             self._longest = max((served.context for _, _, served in self._decoding), default=0)
         return answers
 
-    def _decode(self, served: _Served, now_s: float) -> None:
+    def _decode(self, served: _TurnInProgress, now_s: float) -> None:
         """Start decoding; the first token waits for the history's copy from host memory."""
         turn = served.turn
         self._compute_tokens -= served.reported
@@ -266,7 +266,7 @@ class FluidReplica:
         self._num_pushed += 1
         heapq.heappush(self._decoding, (served.end, self._num_pushed, served))
 
-    def _answer(self, served: _Served, now_s: float) -> Answer:
+    def _answer(self, served: _TurnInProgress, now_s: float) -> Answer:
         turn = served.turn
         num_tokens = turn.num_history_tokens + turn.prompt_tokens + turn.output_tokens - 1
         self._used -= num_tokens

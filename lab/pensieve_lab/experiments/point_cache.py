@@ -31,25 +31,25 @@ _CODE = (
 )
 
 
-def measure_kept(point: Point, directory: Path) -> Measured:
+def measure_cached(point: Point, directory: Path) -> Measured:
     """Return a point's figures from its file in `directory`; if it is missing, measure and write it."""
     path = directory / f"{key(point)}.json"
     if path.exists():
         return Measured(point, json.loads(path.read_text()))
-    found = measure(point)
-    text = json.dumps(found.figures)
-    assert json.loads(text) == found.figures, "figures must be unchanged by JSON"
+    measured = measure(point)
+    text = json.dumps(measured.figures)
+    assert json.loads(text) == measured.figures, "figures must be unchanged by JSON"
     # Rename a complete file, so that no other process or later run reads a partial one.
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)
-    return found
+    return measured
 
 
 def key(point: Point) -> str:
     """Return the hash of everything that a point's figures depend on, which names its file."""
     described = repr(point)
-    for workload in (point.workload, point.experience):
+    for workload in (point.workload, point.earlier_workload):
         if workload is not None and workload.trace is not None:
             path = workload.trace[0]
             described = described.replace(repr(path), _digest(path))

@@ -18,11 +18,11 @@ from pensieve_jax import ConfigError, PensieveError, Usage
 from pensieve_lab.workload import UserTurn
 
 
-class PeerError(PensieveError):
+class BaselineError(PensieveError):
     """Another server failed, or its answer has the wrong length."""
 
 
-def import_peer(system: str, name: str) -> ModuleType:
+def import_baseline(system: str, name: str) -> ModuleType:
     """Import a module that may not be installed; raises ConfigError."""
     try:
         return importlib.import_module(name)
@@ -45,10 +45,10 @@ class Transcripts:
 
 
 def check_length(turn: UserTurn, output_ids: list[int]) -> None:
-    """Raise PeerError unless the answer has the requested length."""
+    """Raise BaselineError unless the answer has the requested length."""
     if len(output_ids) != turn.output_tokens:
         what = f"turn {turn.turn_index} of {turn.conversation_id!r}"
-        raise PeerError(f"{what} has {len(output_ids)} output tokens; it must have {turn.output_tokens}.")
+        raise BaselineError(f"{what} has {len(output_ids)} output tokens; it must have {turn.output_tokens}.")
 
 
 def usage(turn: UserTurn, num_found: int) -> Usage:

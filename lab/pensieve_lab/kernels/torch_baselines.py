@@ -3,7 +3,7 @@
 Owns: the calls of each kernel, and the check of PyTorch's memory. PyTorch is imported only when one of them
 is prepared; a failed import is an ImportError of that kernel.
 Does not know: how a program is timed, or how failures are reported.
-Called by `kernels.peers` and `programs.benchmark_kernels`.
+Called by `kernels.baselines` and `programs.benchmark_kernels`.
 
 Queries and pages are passed by dlpack, without a copy. The paged kernels get separate pools of K and of V in
 their own layout, with the same page numbers; the contiguous ones get one array per row. Both are made
@@ -31,7 +31,7 @@ _SPARE_BYTES = 1 << 30
 
 def check_torch_has_room(names: list[str], pool_bytes: int) -> None:
     """Raise ConfigError if these baselines, with a pool of that size, would not fit beside JAX's memory."""
-    if not set(names) & set(TORCH_PEERS):
+    if not set(names) & set(TORCH_BASELINES):
         return
     try:
         torch = _torch()
@@ -248,7 +248,7 @@ def _version(label: str, library: Any) -> str:
     return f"{label} {getattr(library, '__version__', '')}".strip()
 
 
-TORCH_PEERS: dict[str, Callable[[Inputs], Program]] = {
+TORCH_BASELINES: dict[str, Callable[[Inputs], Program]] = {
     "torch_sdpa": sdpa,
     "torch_cudnn": functools.partial(sdpa, backend="CUDNN_ATTENTION"),
     "flashinfer": flash_infer,

@@ -3,7 +3,7 @@
 Owns: the effects of such a step without visiting every request. The cache is asked for pages of the few
 requests that begin one and, as in every step, for copies ahead of time; all lengths are updated at the end.
 Does not know: devices, transfers, or time.
-`lab/tests/simulator/test_stretch.py` shows that these steps equal the scheduler's.
+`lab/tests/simulator/test_decode_run.py` shows that these steps equal the scheduler's.
 
 A run begins after a step in which every running request sampled a token that is not its last. It continues as
 long as the oldest waiting request certainly cannot join and there are certainly pages for all requests that

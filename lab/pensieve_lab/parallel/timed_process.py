@@ -38,7 +38,7 @@ class ProcessResult(NamedTuple):
     output: str
 
 
-def run_apart(
+def run_with_limit(
     command: Sequence[str],
     environment: Mapping[str, str],
     limit_s: float,
@@ -46,15 +46,15 @@ def run_apart(
 ) -> ProcessResult:
     """Run a command to its end, or kill it after `limit_s`; call `meanwhile` every second and at the end."""
     start_s = time.monotonic()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         # A separate session, so that the command is killed with all its children, and Ctrl-C reaches only
         # this process.
         process = subprocess.Popen(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
         before = signal.signal(signal.SIGTERM, _end)
@@ -68,7 +68,7 @@ def run_apart(
         if status == 0:
             return ProcessResult(wall_s, None, 0, "")
         failed = f"took longer than {limit_s:.0f} s" if status is None else f"ended with status {status}"
-        return ProcessResult(wall_s, failed, status, _tail(said))
+        return ProcessResult(wall_s, failed, status, _tail(output))
 
 
 def _wait(process: subprocess.Popen[bytes], until_s: float, meanwhile: Callable[[], object]) -> int | None:
@@ -92,6 +92,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _tail(said: IO[bytes]) -> str:
-    said.seek(max(said.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
-    return said.read().decode(errors="replace")
+def _tail(output: IO[bytes]) -> str:
+    output.seek(max(output.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+    return output.read().decode(errors="replace")

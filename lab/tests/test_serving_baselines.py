@@ -18,7 +18,7 @@ from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_lab.workload import History, UserTurn
 from tests.launching import load
 
-peers = load("pensieve_lab.serving.peers")
+stateless_baselines = load("pensieve_lab.serving.stateless_baselines")
 serving_client = load("pensieve_lab.serving.client")
 serving_clock = load("pensieve_lab.serving.clock")
 serving_run = load("pensieve_lab.serving.run")
@@ -202,13 +202,13 @@ def test_transformers_fails(manager):
     manager.error = "out of memory"
     turn.token_ids = [1, 2]
     server.submit(turn)
-    with pytest.raises(peers.PeerError, match="out of memory"):
+    with pytest.raises(stateless_baselines.BaselineError, match="out of memory"):
         server.step(0.0)
     manager.running = False
-    with pytest.raises(peers.PeerError, match="ended before its time"):
+    with pytest.raises(stateless_baselines.BaselineError, match="ended before its time"):
         server.step(0.0)
     manager.start = lambda: None
-    with pytest.raises(peers.PeerError, match="warming up"):
+    with pytest.raises(stateless_baselines.BaselineError, match="warming up"):
         manager.get_result = lambda **_: None
         system.start(serving_clock.RunClock())
 
@@ -339,7 +339,7 @@ def test_vllm_empties_host_memory_between_load_points(vllm, calls, monkeypatch):
     resets = calls.named("reset")[1:]
     assert [options["reset_connector"] for _, options in resets] == [True] * 3 and len(pauses) == 2
     vllm.resets = itertools.repeat(False)
-    with pytest.raises(peers.PeerError, match="did not empty its caches"):
+    with pytest.raises(stateless_baselines.BaselineError, match="did not empty its caches"):
         system.start(serving_clock.RunClock())
 
 
@@ -360,21 +360,21 @@ def test_vllm_with_pages_in_8_bits(vllm, calls):
 
 
 def test_an_answer_of_another_length():
-    with pytest.raises(peers.PeerError, match="2 output tokens; it must have 3"):
-        peers.check_length(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
+    with pytest.raises(stateless_baselines.BaselineError, match="2 output tokens; it must have 3"):
+        stateless_baselines.check_length(UserTurn("a", 0, 0.0, 0, 2, 3, True), [1, 2])
 
 
 def test_where_tokens_came_from():
-    first = peers.usage(UserTurn("a", 0, 0.0, 0, 20, 3, False), num_found=16)
+    first = stateless_baselines.usage(UserTurn("a", 0, 0.0, 0, 20, 3, False), num_found=16)
     assert (first.reused_gpu_tokens, first.recomputed_tokens, first.prefilled_tokens) == (0, 0, 20)
-    second = peers.usage(UserTurn("a", 1, 0.0, 23, 20, 3, True), num_found=16)
+    second = stateless_baselines.usage(UserTurn("a", 1, 0.0, 23, 20, 3, True), num_found=16)
     assert (second.reused_gpu_tokens, second.recomputed_tokens, second.prefilled_tokens) == (16, 6, 21)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"opt-tiny"}))
 def test_presets_as_hugging_face_describes_them(name):
     config = PRESETS[name]
-    read = parse_hf_config(peers.hf_config(config, config.dtype))
+    read = parse_hf_config(stateless_baselines.hf_config(config, config.dtype))
     ours = {"initializer_range", "initial_norm_scale"}  # of random weights
     fields = vars(config).keys() - ours
     assert {field: getattr(read, field) for field in fields} == {f: getattr(config, f) for f in fields}
@@ -383,4 +383,4 @@ def test_presets_as_hugging_face_describes_them(name):
 def test_shapes_that_no_preset_has():
     for odd in (preset("opt-tiny"), preset("qwen3-8b", mlp_bias=True)):
         with pytest.raises(ConfigError, match="--model"):
-            peers.hf_config(odd, "float32")
+            stateless_baselines.hf_config(odd, "float32")

@@ -25,18 +25,18 @@ from pensieve_jax import ConfigError
 from pensieve_lab.kernels.backends import make_spec
 from pensieve_lab.kernels.cases import Group, Inputs, groups
 from pensieve_lab.kernels.timing import JaxProgram, Program
-from pensieve_lab.kernels.torch_peers import TORCH_PEERS
+from pensieve_lab.kernels.torch_baselines import TORCH_BASELINES
 
 _CUDNN_DTYPES = ("bfloat16", "float16")
 
 
-def chosen_peers(names: Sequence[str]) -> list[str]:
+def chosen_baselines(names: Sequence[str]) -> list[str]:
     """Return the distinct baselines that `--peers` selects; raises ConfigError."""
-    families = {"all": list(PEERS), "jax": list(_JAX_PEERS), "torch": list(TORCH_PEERS)}
+    families = {"all": list(BASELINES), "jax": list(_JAX_BASELINES), "torch": list(TORCH_BASELINES)}
     found: list[str] = []
     for name in names:
-        if name not in families and name not in PEERS:
-            raise ConfigError("--peers", name, f"among {', '.join([*families, *PEERS])}")
+        if name not in families and name not in BASELINES:
+            raise ConfigError("--peers", name, f"among {', '.join([*families, *BASELINES])}")
         found += families.get(name, [name])
     return list(dict.fromkeys(found))
 
@@ -77,19 +77,19 @@ def rounds(inputs: Inputs) -> Program:
     if q_lens.max() == 1:
         raise NotImplementedError("a single round is the decode kernel itself")
     edges = [0, *np.unique(q_lens).tolist()]
-    stretches = [
+    round_ranges = [
         _round_range(inputs, np.flatnonzero(q_lens > begin), begin, end)
         for begin, end in itertools.pairwise(edges)
     ]
 
     def attend(q: jax.Array, pool: jax.Array, arrays: list[tuple[jax.Array, ...]]) -> jax.Array:
         out = jnp.zeros_like(q)
-        for stretch, of_stretch in zip(stretches, arrays, strict=True):
-            out = stretch.attend(q, pool, out, *of_stretch)
+        for one, range_arrays in zip(round_ranges, arrays, strict=True):
+            out = one.attend(q, pool, out, *range_arrays)
         return out
 
     backend = make_spec(inputs.case, inputs.q.dtype.name, "auto").backend
-    arrays = [stretch.arrays for stretch in stretches]
+    arrays = [one.arrays for one in round_ranges]
     label = f"{edges[-1]} rounds of {backend}"
     return JaxProgram(label, attend, (inputs.q,), (inputs.pool, arrays))
 
@@ -205,9 +205,9 @@ def _round_range(inputs: Inputs, rows: np.ndarray, begin: int, end: int) -> _Rou
     return _RoundRange(attend, tuple(map(jnp.asarray, arrays)))
 
 
-_JAX_PEERS: dict[str, Callable[[Inputs], Program]] = {
+_JAX_BASELINES: dict[str, Callable[[Inputs], Program]] = {
     "copy_out": copy_out,
     "rounds": rounds,
     "contiguous": contiguous,
 }
-PEERS: dict[str, Callable[[Inputs], Program]] = {**_JAX_PEERS, **TORCH_PEERS}
+BASELINES: dict[str, Callable[[Inputs], Program]] = {**_JAX_BASELINES, **TORCH_BASELINES}

@@ -19,10 +19,10 @@ from tests.launching import load
 
 kernel_backends = load("pensieve_lab.kernels.backends")
 kernel_cases = load("pensieve_lab.kernels.cases")
-kernel_peers = load("pensieve_lab.kernels.peers")
+kernel_baselines = load("pensieve_lab.kernels.baselines")
 kernel_table = load("pensieve_lab.kernels.table")
 kernel_timing = load("pensieve_lab.kernels.timing")
-kernel_torch_peers = load("pensieve_lab.kernels.torch_peers")
+torch_baselines = load("pensieve_lab.kernels.torch_baselines")
 step_bounds = load("pensieve_lab.steps.bounds")
 
 QUICK = {"target_ms": 0.01, "repeats": 1, "dtype": "float32"}
@@ -74,15 +74,15 @@ def test_strawmen_compute_attention(inputs, name, peer):
     batch = inputs[name]
     if peer == "rounds" and name in ("decodes", "ragged"):
         with pytest.raises(NotImplementedError):
-            kernel_peers.PEERS[peer](batch)
+            kernel_baselines.BASELINES[peer](batch)
         return
-    program = kernel_peers.PEERS[peer](batch)
+    program = kernel_baselines.BASELINES[peer](batch)
     np.testing.assert_allclose(program.answer(), dense(batch), atol=1e-5)
 
 
 def test_what_a_strawman_does(inputs):
     """Calls over contiguous keys: one per shape, with decodes together; a round for every token."""
-    labels = {name: kernel_peers.contiguous(batch).label for name, batch in inputs.items()}
+    labels = {name: kernel_baselines.contiguous(batch).label for name, batch in inputs.items()}
     assert labels == {
         "decodes": "xla calls=1",
         "ragged": "xla calls=1 lengths",
@@ -90,13 +90,13 @@ def test_what_a_strawman_does(inputs):
         "continued": "xla calls=1 bias",
         "all": "xla calls=3 bias lengths",
     }
-    assert kernel_peers.rounds(inputs["all"]).label == "40 rounds of xla"
+    assert kernel_baselines.rounds(inputs["all"]).label == "40 rounds of xla"
 
 
 def test_repeating_computes_the_same_again(inputs):
     """The copy-out is repeated as well: its table is a loop variable."""
     batch = inputs["continued"]
-    for program in (kernel_backends.backend_program(batch, "xla"), kernel_peers.copy_out(batch)):
+    for program in (kernel_backends.backend_program(batch, "xla"), kernel_baselines.copy_out(batch)):
         queries = [program.tied[0], 2 * program.tied[0]]
         others = (*program.tied[1:], *program.fixed)
         compiled = program.chained(3).lower(queries, *others).compile()
@@ -164,11 +164,11 @@ def test_all_of_it(launch, monkeypatch, tmp_path, capsys):
     )
     out = capsys.readouterr().out
     document, found = documented(out)
-    assert [*found] == ["xla", "contiguous", *kernel_torch_peers.TORCH_PEERS]
+    assert [*found] == ["xla", "contiguous", *torch_baselines.TORCH_BASELINES]
     for name in ("xla", "contiguous"):
         assert found[name]["time_us"] > 0 and found[name]["max_error"] < 1e-5
         assert found[name]["is_peer"] is (name != "xla")
-    for name in kernel_torch_peers.TORCH_PEERS:
+    for name in torch_baselines.TORCH_BASELINES:
         assert found[name]["reason"].startswith("not importable: ") and "time_us" not in found[name]
     assert found["xla"]["parts_us"].keys() == {"decodes", "prompts"}
     assert document["results"]["ceilings"].keys() == {"read_bytes_per_s", "copy_bytes_per_s", "flop_per_s"}
@@ -191,7 +191,7 @@ def small(monkeypatch):
         if name == "xla":
             monkeypatch.setattr(script, "backend_program", prepare)
         else:
-            monkeypatch.setitem(script.PEERS, name, prepare)
+            monkeypatch.setitem(script.BASELINES, name, prepare)
 
     return replace
 
@@ -312,7 +312,7 @@ def attention_by_pages(q, k, v, lens, table, cu_q_lens, scale):
 
 
 def check_peer(name, batch):
-    program = kernel_torch_peers.TORCH_PEERS[name](batch)
+    program = torch_baselines.TORCH_BASELINES[name](batch)
     np.testing.assert_allclose(program.answer(), dense(batch), atol=1e-6)
     timing = program.time(1e-9, 1)
     assert timing.seconds > 0 and timing.timed_by == "wall clock"
@@ -344,7 +344,7 @@ def test_flash_attention_3_gets_its_arguments(inputs, torch, monkeypatch, name):
         return "plan"
 
     with pytest.raises(ImportError, match=r"neither flash_attn_interface nor vllm\.vllm_flash_attn"):
-        kernel_torch_peers.flash_attention_3(inputs[name])
+        torch_baselines.flash_attention_3(inputs[name])
     vllm = types.SimpleNamespace(flash_attn_varlen_func=varlen, get_scheduler_metadata=plan)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.vllm_flash_attn", vllm)
@@ -393,7 +393,7 @@ def test_flash_infer_gets_its_plan(inputs, torch, monkeypatch, name, kernel):
 def test_attention_of_pytorch(inputs, name, backend):
     """The real PyTorch, if it is installed, with its own mask and with one of numbers."""
     pytest.importorskip("torch")
-    program = kernel_torch_peers.sdpa(inputs[name], backend=backend)
+    program = torch_baselines.sdpa(inputs[name], backend=backend)
     np.testing.assert_allclose(program.answer(), dense(inputs[name]), atol=1e-5)
 
 
@@ -443,12 +443,12 @@ def test_kernels_of_pytorch_are_timed_on_the_device(has_graphs, ms, timed_by):
 
 def test_pytorch_without_memory_is_refused(torch, monkeypatch):
     torch.cuda = Cuda(free=3 << 30)
-    kernel_torch_peers.check_torch_has_room(["torch_sdpa"], 1 << 30)
-    kernel_torch_peers.check_torch_has_room(["rounds"], 2 << 30)
+    torch_baselines.check_torch_has_room(["torch_sdpa"], 1 << 30)
+    torch_baselines.check_torch_has_room(["rounds"], 2 << 30)
     with pytest.raises(ConfigError, match=r"3\.0 GiB and needs 3\.5; export XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        kernel_torch_peers.check_torch_has_room(["rounds", "flashinfer"], 2 << 30)
+        torch_baselines.check_torch_has_room(["rounds", "flashinfer"], 2 << 30)
     monkeypatch.setitem(sys.modules, "torch", None)
-    kernel_torch_peers.check_torch_has_room(["flashinfer"], 2 << 30)
+    torch_baselines.check_torch_has_room(["flashinfer"], 2 << 30)
 
 
 @pytest.mark.usefixtures("small")
