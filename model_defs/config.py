@@ -126,7 +126,8 @@ class ModelConfig:
             value = getattr(self, field.name)
             least = 0 if field.name == "word_embed_dim" else 1
             if field.type is int and (type(value) is not int or value < least):
-                raise UnsupportedModelError(f"{field.name}={value!r} must be a positive integer")
+                limit = "a positive integer" if least else "an integer of at least 0"
+                raise UnsupportedModelError(f"{field.name}={value!r} must be {limit}")
         for name in ("bos_token_id", "sliding_window"):
             value = getattr(self, name)
             if value is not None and type(value) is not int:

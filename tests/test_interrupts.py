@@ -34,22 +34,22 @@ HELLO = [{"role": "user", "content": "hello"}]
 LONG_TEXT = "a text that fills some pages " * 3
 
 
-class World(NamedTuple):
+class SmallEngine(NamedTuple):
     """An engine with two conversations in its history, too small for the requested work."""
 
     llm: LLM
     harness: Harness
 
 
-def new_world(patch: pytest.MonkeyPatch, *, learned: bool = False) -> World:
+def new_engine(patch: pytest.MonkeyPatch, *, learned: bool = False) -> SmallEngine:
     config = LEARNED if learned else CONFIG
     harness = Harness(config, tokenizer=TOKENIZER, delays=DELAYS)
-    world = World(llm_of(patch, harness), harness)
-    world.llm.generate([LONG_TEXT], PARAMS, conversation_ids=["b"])
-    return world
+    small = SmallEngine(llm_of(patch, harness), harness)
+    small.llm.generate([LONG_TEXT], PARAMS, conversation_ids=["b"])
+    return small
 
 
-# The interrupted calls: each gets a new world, and holds no turn once it has raised.
+# The interrupted calls: each gets a new engine, and holds no turn once it has raised.
 
 
 def generate(llm: LLM) -> None:
@@ -163,10 +163,10 @@ NUM_SECOND_INTERRUPTS = 15
 STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", enough(180, 20)))
 
 
-def interrupt_a_step(world: World) -> None:
-    world.harness.runner.faults["dispatch"] = KeyboardInterrupt
+def interrupt_a_step(small: SmallEngine) -> None:
+    small.harness.runner.faults["dispatch"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        generate(world.llm)
+        generate(small.llm)
 
 
 CALLS: dict[str, Callable[[LLM], None]] = {
@@ -188,43 +188,43 @@ CALLS: dict[str, Callable[[LLM], None]] = {
 }
 
 
-def prepared(patch: pytest.MonkeyPatch, name: str) -> World:
-    world = new_world(patch, learned=name == "learning")
+def prepared(patch: pytest.MonkeyPatch, name: str) -> SmallEngine:
+    small = new_engine(patch, learned=name == "learning")
     if name in CHATS:
-        world.llm.chat(HELLO, PARAMS, conversation_id="a")
+        small.llm.chat(HELLO, PARAMS, conversation_id="a")
     else:
-        world.llm.generate(["hello"], PARAMS, conversation_ids=["a"])
+        small.llm.generate(["hello"], PARAMS, conversation_ids=["a"])
     if name == "recovery":
-        interrupt_a_step(world)
-    return world
+        interrupt_a_step(small)
+    return small
 
 
 # The checks afterwards.
 
 
-def check(world: World) -> None:
+def check(small: SmallEngine) -> None:
     """Check that nothing runs, the history has whole turns, and every conversation can be continued."""
-    llm, harness = world
+    llm, harness = small
     if llm.engine.closed:
         return
     assert llm.unfinished == (), "a turn is left without an owner"
-    assert not busy(world)
+    assert not busy(small)
     harness.engine.check_integrity()
     for info in llm.conversations():
-        check_history(world, info.conversation_id)
+        check_history(small, info.conversation_id)
     facts = [harness.facts(harness.prompt(5, seed=1), name, max_tokens=2) for name in "abc"]
     outputs = harness.run(*(harness.submit(one, name) for one, name in zip(facts, "abc", strict=True)))
     assert [output.token_ids for output in outputs] == [harness.expected(one) for one in facts]
     harness.check_empty()
 
 
-def busy(world: World) -> list[str]:
-    table = world.harness.engine.conversations
+def busy(small: SmallEngine) -> list[str]:
+    table = small.harness.engine.conversations
     return [name for name in "abc" if table.is_busy(name)]
 
 
-def check_history(world: World, conversation_id: str) -> None:
-    _, harness = world
+def check_history(small: SmallEngine, conversation_id: str) -> None:
+    _, harness = small
     history: tuple[int, ...] = ()
     for turn in harness.store.load(conversation_id).turns:
         facts = TurnFacts(history, turn.prompt_token_ids, PARAMS, 0, harness.max_context_tokens)
@@ -238,18 +238,20 @@ def check_history(world: World, conversation_id: str) -> None:
 
 def interrupt(patch: pytest.MonkeyPatch, name: str, *at: int) -> Interruption:
     """Interrupt a call at these lines and check the result."""
-    with patch.context() as of_this_world:  # otherwise thousands of engines would be kept until the test ends
-        world = prepared(of_this_world, name)
+    with (
+        patch.context() as of_this_engine
+    ):  # otherwise thousands of engines would be kept until the test ends
+        small = prepared(of_this_engine, name)
     interruption = Interruption(*at)
     kept: BaseException | None = None
     try:
         with interruption:
-            CALLS[name](world.llm)
+            CALLS[name](small.llm)
     except KeyboardInterrupt as error:
         if name in BLOCKING and len(at) == 1:
             kept = error  # and with it every frame, as an interactive session does
     try:
-        check(world)
+        check(small)
     except AssertionError as error:
         raise AssertionError(f"{name}, interrupted at lines {at}: {interruption.come}") from error
     del kept
@@ -258,10 +260,10 @@ def interrupt(patch: pytest.MonkeyPatch, name: str, *at: int) -> Interruption:
 
 def lines_of(patch: pytest.MonkeyPatch, name: str) -> Interruption:
     """Run a call without an interrupt, recording all lines."""
-    world = prepared(patch, name)
+    small = prepared(patch, name)
     with Interruption() as lines:
-        CALLS[name](world.llm)
-    check(world)
+        CALLS[name](small.llm)
+    check(small)
     return lines
 
 

@@ -16,7 +16,7 @@ class Process:
     def __init__(self, lines=(), *, ends=True) -> None:
         self.done: list[str] = []
         self._ends = ends
-        self.stdout = Lines(lines)
+        self.stdout = Output(lines)
 
     def poll(self):
         return None
@@ -34,7 +34,7 @@ class Process:
         return 3
 
 
-class Lines(list):
+class Output(list):
     def __init__(self, lines) -> None:
         super().__init__(lines)
         self.is_closed = False
@@ -43,7 +43,7 @@ class Lines(list):
         self.is_closed = True
 
 
-class Interrupted(Lines):
+class Interrupted(Output):
     def __iter__(self):
         raise KeyboardInterrupt
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.all_reduce.specs import (
     EMPTY,
     FLAGS,
-    handshakes_place,
+    handshakes_index,
     peer_buffer_rows,
     peer_buffers_len,
     table_len,
@@ -77,7 +77,7 @@ class ExchangeMemory:
         self._peer_buffers = self._new_peer_buffers()
         words = np.zeros((num, words_len(num)), np.int32)
         if alone:
-            words[:, FLAGS : handshakes_place(num)] = _NEVER_WAITED_FOR
+            words[:, FLAGS : handshakes_index(num)] = _NEVER_WAITED_FOR
         self.words = jax.device_put(words, self._split)
         jax.block_until_ready((self._peer_buffers, self.words))
         everybody = _addresses(self._peer_buffers), _addresses(self.words)

@@ -17,7 +17,7 @@ NUM_PROGRAMS = 128
 has the same number, so that the counters of all programs select the same buffer."""
 
 MAX_PROGRAMS = 256
-"""Most programs of a handshake launch. It has more since remote reads have a longer latency."""
+"""Most programs of a handshake launch: more than of the others, to hide the latency of remote reads."""
 
 MAX_DEVICES = 4
 MAX_ROW_BYTES = 32768
@@ -45,7 +45,7 @@ guess."""
 NUM_PEER_BUFFERS = 2
 
 EMPTY = -1
-"""Value of an empty place, as an integer of any size. All bits are ones, a NaN that is never sent."""
+"""Value of an unwritten element, as an integer of any size. All bits are ones, a NaN that is never sent."""
 
 RANK, STATUS, ADDRESSES = range(3)
 """Indices in a table; ADDRESSES is the first of the peer buffers' addresses."""
@@ -61,12 +61,12 @@ FLAGS = HANDSHAKE_COUNTS + MAX_PROGRAMS
 """Index of the first flag."""
 
 LIMIT = 1 << 24
-"""Polls of a flag or peer buffer before a peer counts as lost. They take tens of seconds; devices are much
-closer together."""
+"""Polls of a flag or peer buffer before a peer counts as lost. They take tens of seconds, far longer than one
+device normally waits for another."""
 
 
 def peer_buffer_rows(num_devices: int) -> int:
-    """Return the rows that a peer buffer must hold: all of few rows, or two shares (partial sums, normed)."""
+    """Return the rows that a peer buffer must hold: a small sum, or shares of partial and of normed rows."""
     return max(MAX_ROWS, -(-2 * MAX_ROWS_BY_PEER_BUFFER[num_devices] // num_devices))
 
 
@@ -85,14 +85,14 @@ def table_len(num_devices: int) -> int:
     return ADDRESSES + 2 * num_devices
 
 
-def handshakes_place(num_devices: int) -> int:
+def handshakes_index(num_devices: int) -> int:
     """Return the index of the first handshake in a device's words."""
     return FLAGS + 2 * MAX_PROGRAMS * num_devices
 
 
 def words_len(num_devices: int) -> int:
     """Return the number of 32-bit words of a device."""
-    return handshakes_place(num_devices) + 4 * MAX_PROGRAMS * num_devices
+    return handshakes_index(num_devices) + 4 * MAX_PROGRAMS * num_devices
 
 
 def table_row(rank: int, peer_buffers: list[int], words: list[int]) -> list[int]:

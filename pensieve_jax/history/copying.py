@@ -30,7 +30,7 @@ _MODULUS: Final = 2**256
 
 
 class _Table(NamedTuple):
-    """The copied part of a table, and the order of rows. Opening a history writes its marks by itself."""
+    """Copied columns and rows of a table, in order. Opening the target writes its other `meta` rows."""
 
     name: str
     columns: tuple[str, ...]
@@ -92,27 +92,27 @@ def copy_history(
         raise ConfigError("DST", shown(target), "another place than SRC")
     fingerprint = fingerprint_at(source)
     with (
-        open_store(source, fingerprint=fingerprint, may_make=False) as read,
-        open_store(target, fingerprint=fingerprint) as written,
+        open_store(source, fingerprint=fingerprint, may_make=False) as source_store,
+        open_store(target, fingerprint=fingerprint) as target_store,
     ):
 
         def change(to: Connection) -> Copied:
             _check_empty(to, target)
-            _take_time(to, target)
-            begun = itertools.count()
+            _disable_timeouts(to, target)
+            num_reads = itertools.count()
 
             def copy(connection: Connection) -> Copied:
-                if next(begun):  # reads are repeated after a lost session, but the written rows are not
+                if next(num_reads):  # repeated after a lost session; it would write the same rows again
                     raise HistoryError(f"history is {shown(source)!r}, which was lost; nothing was copied.")
-                _take_time(connection, source)
+                _disable_timeouts(connection, source)
                 return _copy(connection, to, target, progress)
 
-            return read.read(copy)
+            return source_store.read(copy)
 
-        return written.change(change)
+        return target_store.change(change)
 
 
-def _take_time(connection: Connection, history: Location) -> None:
+def _disable_timeouts(connection: Connection, history: Location) -> None:
     """Switch off timeouts: one end waits for the other, perhaps for hours, within its transaction."""
     if is_postgres(history):
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
@@ -123,7 +123,7 @@ def fingerprint_at(history: Location) -> str:
     """Return the fingerprint of the model that wrote a history; raise HistoryError for a missing history."""
     if is_postgres(history):
         need_psycopg(history)
-        from pensieve_jax.history.postgres_store import fingerprint_in  # of an extra
+        from pensieve_jax.history.postgres_store import fingerprint_in  # installed by an extra
 
         return fingerprint_in(parse(str(history)))
     path = Path(history).resolve()
@@ -159,21 +159,21 @@ def _copy(
     }
     num_all, num_done, total = sum(expected.values()), 0, 0
     for table in _TABLES:
-        marks = ", ".join("?" * len(table.columns))
-        insert = f"INSERT INTO {table.name}({', '.join(table.columns)}) VALUES ({marks})"
+        placeholders = ", ".join("?" * len(table.columns))
+        insert = f"INSERT INTO {table.name}({', '.join(table.columns)}) VALUES ({placeholders})"
         rows = source.stream(f"{table.rows} ORDER BY {table.order}")
         for batch in itertools.batched(rows, _BATCH):
             to.executemany(insert, [tuple(row) for row in batch])
             total += sum(_digest(table.name, row) for row in batch)
             num_done += len(batch)
             progress(num_done, num_all)
-    found = contents(to)
-    if found != Copied(expected, f"{total % _MODULUS:064x}"):
+    copied = contents(to)
+    if copied != Copied(expected, f"{total % _MODULUS:064x}"):
         raise HistoryError(
-            f"history is {shown(target)!r}, where the copy differs from the source: {found.num_rows} instead "
-            f"of {expected} rows, or other contents. Nothing was stored."
+            f"history is {shown(target)!r}, where the copy differs from the source: {copied.num_rows} "
+            f"instead of {expected} rows, or other contents. Nothing was stored."
         )
-    return found
+    return copied
 
 
 def contents(connection: Connection) -> Copied:

@@ -33,19 +33,19 @@ class Prefilling:
         """Store the limits, and `parked`, which receives the rows."""
         self._config, self._ring_shapes, self._layout, self._parked = config, ring_shapes, layout, parked
 
-    def similar_to(self, query: Query, queue: QueryQueue, most: int) -> list[Query]:
-        """Return up to `most` queries that are served soon and need rows of the same length as `query`."""
+    def similar_to(self, query: Query, queue: QueryQueue, max_num: int) -> list[Query]:
+        """Return up to `max_num` queries near the front of the queue that need equally long rows."""
         length = self._ring_shapes.length_for(query.num_to_prefill)
-        most = min(most, prefill_widths(self._config, length)[-1] - 1)
-        found: list[Query] = []
-        for other in queue.window(4 * self._config.max_batch) if most > 0 else []:
-            if len(found) == most:
+        max_num = min(max_num, prefill_widths(self._config, length)[-1] - 1)
+        similar: list[Query] = []
+        for other in queue.window(4 * self._config.max_batch) if max_num > 0 else []:
+            if len(similar) == max_num:
                 break
             if other is query or not is_ready(other):
                 continue
             if self._ring_shapes.length_for(other.num_to_prefill) == length:
-                found.append(other)
-        return found
+                similar.append(other)
+        return similar
 
     def launch(
         self, queries: Sequence[Query], launches: list[Launch], length: int | None = None
@@ -67,9 +67,9 @@ class Prefilling:
         queries = queries[:1] if alone else [one for one in queries if not one.num_failures]
         width = prefill_widths(self._config, length)[-1]
         if len(queries) == 1 or not self._parked.has_room(width * row_bytes):
-            width = 1  # no row has to leave for queries that can wait
+            width = 1  # free no parked row for queries that can wait
         has_room = self._parked.make_room(width * row_bytes, launches)
-        assert has_room, "the length of one row is kept free"
+        assert has_room, "memory for one row is always reserved"
         chosen = list(queries[:width])
         assert all(map(is_ready, chosen))
         token_ids = np.zeros((width, length), np.int32)

@@ -40,14 +40,14 @@ EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
 EXIT_ENDED: Final = 1
 EXIT_DAMAGED: Final = 2
 """Same status as a refused start. A restarted server would serve an empty history."""
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
 _POLL_S = 0.2
 _KEEP_ALIVE_S = 75  # longer than the minute or so for which clients' pools keep connections
 _log = logging.getLogger(__name__)
-_UNTAKEN_MS = 30_000
-_AT_ONCE_S = 1
-_GOODBYE_S = 5  # time to deliver responses that are complete but not yet sent
+_UNACKNOWLEDGED_MS = 30_000  # longest time for which a client may leave sent data unacknowledged
+_CANCEL_S = 1  # time for cancelled requests to end after a second signal
+_SHUTDOWN_S = 5  # time to deliver responses that are complete but not yet sent
 
 
 class Signals:
@@ -61,13 +61,13 @@ class Signals:
     def __enter__(self) -> Signals:
         """Install the signal handlers."""
         loop = asyncio.get_running_loop()
-        for number in _ENDING:
+        for number in _END_SIGNALS:
             loop.add_signal_handler(number, self._end)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (*_ENDING, signal.SIGHUP):
+        for number in (*_END_SIGNALS, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _end(self) -> None:
@@ -98,7 +98,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=_GOODBYE_S,
+                timeout_graceful_shutdown=_SHUTDOWN_S,
                 server_header=False,
             )
         )
@@ -198,21 +198,21 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
+        bound = socket.socket(family, kind, protocol)
         try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # closes connections whose client stops reading
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNTAKEN_MS)
-            found.bind(address)
+                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+            bound.bind(address)
         except OSError:
-            found.close()
+            bound.close()
             raise
     except OSError as error:
         problem = error.strerror or str(error)
         raise ConfigError(
             "--host and --port", f"{host}:{port}", "a free address of this machine", problem
         ) from error
-    return found
+    return bound
 
 
 async def bind_in_time(host: str, port: int, seconds: float) -> socket.socket:
@@ -277,7 +277,7 @@ async def _serve(
 async def _serve_until_signal(
     engine: AsyncEngine, server: HttpServer, serving: asyncio.Task[None], signals: Signals, drain_s: float
 ) -> int:
-    """Serve until the first signal and drain until the second; end early if the engine is given up."""
+    """Serve until the first signal and drain until the second; end early if the engine gives up."""
     if not await _run_unless(signals.first, _run_unless(engine.gave_up, _outcome(serving))):
         _log.info("draining: running turns get %g s; a second signal ends them at once", drain_s)
     else:
@@ -302,7 +302,7 @@ async def _cut_off(server: HttpServer) -> None:
     for request in requests:
         request.cancel()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_AT_ONCE_S):
+        async with asyncio.timeout(_CANCEL_S):
             await asyncio.gather(*requests, return_exceptions=True)
             await server.lifespan.shutdown()
 
@@ -311,14 +311,14 @@ async def _cut_off(server: HttpServer) -> None:
 def _quiet(name: str) -> Iterator[None]:
     """Silence a logger, because each request that is cut off on purpose would log an error with a trace."""
     logger = logging.getLogger(name)
-    logger.addFilter(_nothing)
+    logger.addFilter(_reject)
     try:
         yield
     finally:
-        logger.removeFilter(_nothing)
+        logger.removeFilter(_reject)
 
 
-def _nothing(record: logging.LogRecord) -> bool:
+def _reject(record: logging.LogRecord) -> bool:
     return False
 
 

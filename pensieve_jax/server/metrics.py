@@ -173,9 +173,9 @@ class Metrics:
         """Record how a context's earlier turn was found: by "id", "message", "chunk", or "none"."""
         self._child(self._matches, kind).inc()
 
-    def context(self, found_tokens: int, missed_tokens: int) -> None:
+    def context(self, parent_tokens: int, missed_tokens: int) -> None:
         """Record the tokens of a context found in an earlier turn, and those that could have been found."""
-        self._context_tokens.labels(**self._label, result="found").inc(found_tokens)
+        self._context_tokens.labels(**self._label, result="found").inc(parent_tokens)
         self._context_tokens.labels(**self._label, result="missed").inc(missed_tokens)
 
     def rebuilt(self, reason: str) -> None:

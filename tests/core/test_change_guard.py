@@ -25,7 +25,7 @@ class Result:
     """The result of a change."""
 
 
-class World:
+class GuardedObject:
     """A guarded object that is inconsistent while it changes."""
 
     def __init__(self) -> None:
@@ -82,19 +82,19 @@ def test_another_thread_between_any_two_lines_is_served_or_refused(begins: str) 
     at, num_served, num_refused = 0, 0, 0
     while True:
         at += 1
-        world, outcomes = World(), []
-        begin(world, begins)
+        guarded, outcomes = GuardedObject(), []
+        begin(guarded, begins)
 
-        def call(world: World = world, outcomes: list[str] = outcomes) -> None:
+        def call(guarded: GuardedObject = guarded, outcomes: list[str] = outcomes) -> None:
             try:
-                world.guard.run(world.change)
+                guarded.guard.run(guarded.change)
                 outcomes.append("served")
             except PensieveError as error:
                 outcomes.append(str(error))
 
         with Meanwhile(at, call) as meanwhile:
             try:
-                world.guard.run(world.change)
+                guarded.guard.run(guarded.change)
                 num_own = 1
             except PensieveError:
                 num_own = 0
@@ -104,9 +104,9 @@ def test_another_thread_between_any_two_lines_is_served_or_refused(begins: str) 
         num_served += outcomes == ["served"]
         num_refused += outcomes != ["served"]
         assert num_own or outcomes == ["served"], "one of the two is served"
-        world.guard.run(world.change)
-        assert world.num_changes == num_own + (outcomes == ["served"]) + 1
-        assert world.num_recoveries == (begins == "cut"), "what no interrupt came into is whole"
+        guarded.guard.run(guarded.change)
+        assert guarded.num_changes == num_own + (outcomes == ["served"]) + 1
+        assert guarded.num_recoveries == (begins == "cut"), "what no interrupt came into is whole"
     assert num_served and num_refused
 
 
@@ -164,8 +164,8 @@ class Race:
 
 def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]:
     """Return which of both calls are served; each of those is alone in its change."""
-    world, served = World(), {}
-    begin(world, begins)
+    guarded, served = GuardedObject(), {}
+    begin(guarded, begins)
     num_inside, most_inside = 0, 0
 
     def change(waits: Callable[[], None]) -> None:
@@ -173,12 +173,12 @@ def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]
         num_inside += 1
         most_inside = max(most_inside, num_inside)
         waits()
-        world.change()
+        guarded.change()
         num_inside -= 1
 
     def call(name: str, waits: Callable[[], None]) -> None:
         try:
-            world.guard.run(lambda: change(waits))
+            guarded.guard.run(lambda: change(waits))
             served[name] = True
         except PensieveError as error:
             assert "Another thread" in str(error)
@@ -187,8 +187,8 @@ def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]
     with Race(at, other_at, lambda: call("second", lambda: None)) as race:
         call("first", race.let_the_other_go_on)
     assert most_inside == 1, "two change at a time"
-    assert world.num_changes == sum(served.values()) and not world.guard.interrupted
-    world.guard.run(world.change)
+    assert guarded.num_changes == sum(served.values()) and not guarded.guard.interrupted
+    guarded.guard.run(guarded.change)
     return served, race
 
 
@@ -209,44 +209,44 @@ def test_one_of_two_racing_threads_is_refused(begins: str) -> None:
     assert seen == {(True, False), (False, True)}
 
 
-def begin(world: World, how: str) -> None:
-    world.guard.run(world.change)
-    world.num_changes = 0
+def begin(guarded: GuardedObject, how: str) -> None:
+    guarded.guard.run(guarded.change)
+    guarded.num_changes = 0
     if how == "refused":
         with pytest.raises(PensieveError, match="refused"):
-            world.guard.run(world.refuse)
+            guarded.guard.run(guarded.refuse)
     if how == "cut":
-        interrupt_a_change(world)
+        interrupt_a_change(guarded)
 
 
-def interrupt_a_change(world: World) -> None:
+def interrupt_a_change(guarded: GuardedObject) -> None:
     def change() -> None:
-        world.is_half = True
+        guarded.is_half = True
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        world.guard.run(change)
+        guarded.guard.run(change)
 
 
 @pytest.mark.parametrize("begins", ["whole", "cut", "refused"])
 @pytest.mark.parametrize("gap", [0, 1, 2, 3, 5, 8, 13])
 def test_interrupts_between_any_two_lines_are_recovered_from(begins: str, gap: int) -> None:
-    """Two come, `gap` lines apart, and their tracebacks are kept; `World.change` checks the state."""
+    """Two come, `gap` lines apart, and their tracebacks are kept; `GuardedObject.change` checks the state."""
     at = 0
     while True:
         at += 1
-        world, kept = World(), []
-        begin(world, begins)
+        guarded, kept = GuardedObject(), []
+        begin(guarded, begins)
         with Interruption(at, at + gap) as interruption:
             for _ in range(2):
                 try:
-                    world.guard.run(world.change)
+                    guarded.guard.run(guarded.change)
                 except KeyboardInterrupt as error:
                     kept.append(error)
-        assert world.guard.run(world.change) is not None
-        assert not world.guard.interrupted and not world.is_half
+        assert guarded.guard.run(guarded.change) is not None
+        assert not guarded.guard.interrupted and not guarded.is_half
         if begins == "cut":
-            assert world.num_recoveries
+            assert guarded.num_recoveries
         if not interruption.come:
             break
 
@@ -255,20 +255,20 @@ def test_an_interrupted_check_has_no_effect() -> None:
     at = 0
     while True:
         at += 1
-        world = World()
-        begin(world, "whole")
+        guarded = GuardedObject()
+        begin(guarded, "whole")
         with Interruption(at) as interruption, contextlib.suppress(KeyboardInterrupt):
-            world.guard.check()
-        world.guard.run(world.change)
-        assert not world.num_recoveries
+            guarded.guard.check()
+        guarded.guard.run(guarded.change)
+        assert not guarded.num_recoveries
         if not interruption.come:
             break
 
 
 def test_a_failed_recovery_is_tried_again() -> None:
-    world = World()
-    interrupt_a_change(world)
-    recover, calls = world.guard._recover, []
+    guarded = GuardedObject()
+    interrupt_a_change(guarded)
+    recover, calls = guarded.guard._recover, []
 
     def fail() -> None:
         calls.append(None)
@@ -276,33 +276,33 @@ def test_a_failed_recovery_is_tried_again() -> None:
             raise PensieveError("not yet")
         recover()
 
-    world.guard._recover = fail
+    guarded.guard._recover = fail
     for _ in range(2):
         with pytest.raises(PensieveError, match="not yet"):
-            world.guard.run(world.change)
-        assert world.guard.interrupted
-    world.guard.run(world.change)
-    assert world.num_recoveries == 1 and not world.guard.interrupted
+            guarded.guard.run(guarded.change)
+        assert guarded.guard.interrupted
+    guarded.guard.run(guarded.change)
+    assert guarded.num_recoveries == 1 and not guarded.guard.interrupted
 
 
 def test_an_observer_cannot_start_a_change() -> None:
-    world = World()
+    guarded = GuardedObject()
     with pytest.raises(PensieveError, match="observer"):
-        world.guard.run(lambda: world.guard.run(world.change))
+        guarded.guard.run(lambda: guarded.guard.run(guarded.change))
     with pytest.raises(PensieveError, match="observer"):
-        world.guard.run(world.guard.check_thread)
-    world.guard.run(world.change)
-    assert not world.num_recoveries
+        guarded.guard.run(guarded.guard.check_thread)
+    guarded.guard.run(guarded.change)
+    assert not guarded.num_recoveries
 
 
 def test_an_ended_call_is_not_referenced() -> None:
     """Neither are its arguments; a kept traceback does not change that for later calls."""
-    world, given = World(), []
+    guarded, given = GuardedObject(), []
 
     def call() -> None:
         argument = Result()
         given.append(weakref.ref(argument))
-        world.guard.run(lambda: argument)
+        guarded.guard.run(lambda: argument)
 
     gc.disable()
     try:
@@ -310,7 +310,7 @@ def test_an_ended_call_is_not_referenced() -> None:
             call()
         assert [one() is None for one in given] == [True, True, True]
         try:
-            world.guard.run(raise_interrupt)
+            guarded.guard.run(raise_interrupt)
         except KeyboardInterrupt as error:
             kept = error
         for _ in range(3):

@@ -13,6 +13,12 @@ from tests.history import test_trees as trees
 from tests.history.server_tables import test_responses as responses
 
 
+def replaced(text: str, old: str, new: str) -> str:
+    """Return the statement with this change; fail if it no longer has the text that the bug changes."""
+    assert old in text, f"the bug is out of date: {old!r} is not in {text!r}"
+    return text.replace(old, new, 1)
+
+
 def without_savepoint(monkeypatch):
     """Keep what was written of a refused turn before its refusal."""
     append_all = table_store.append_all
@@ -36,7 +42,7 @@ def without_savepoint(monkeypatch):
 
 def unchecked_version(monkeypatch):
     """Let the last writer append, whatever has changed."""
-    anyhow = server_conversations._ADVANCE.replace("version = ?", "? >= 0")
+    anyhow = replaced(server_conversations._ADVANCE, "version = ?", "? >= 0")
     monkeypatch.setattr(server_conversations, "_ADVANCE", anyhow)
 
 
@@ -73,7 +79,7 @@ def nothing_is_removed(monkeypatch):
 def only_the_last_is_removed(monkeypatch):
     """Keep the turns before a removed one."""
     monkeypatch.setattr(
-        turns_table, "_UNNEEDED", turns_table._UNNEEDED.replace("SELECT parent_id", "SELECT NULL")
+        turns_table, "_UNNEEDED", replaced(turns_table._UNNEEDED, "SELECT parent_id", "SELECT NULL")
     )
 
 
@@ -103,7 +109,7 @@ def released_is_forgotten(monkeypatch):
 
 def wrong_count(monkeypatch):
     """Let a turn count its own tokens only."""
-    own = turns_table._INSERT_AFTER_PARENT.replace("before.num_tokens + ?", "0 * before.num_tokens + ?")
+    own = replaced(turns_table._INSERT_AFTER_PARENT, "before.num_tokens + ?", "0 * before.num_tokens + ?")
     monkeypatch.setattr(turns_table, "_INSERT_AFTER_PARENT", own)
 
 
@@ -122,9 +128,8 @@ def fork_moves_the_source(monkeypatch):
 
 def head_without_compare(monkeypatch):
     """Let the last writer set the head, whatever it was."""
-    anyhow = named_conversations._MOVE.replace("AND num_turns = ?", "AND ? >= 0").replace(
-        "AND head_turn = ?", "AND ? <> ''"
-    )
+    anyhow = replaced(named_conversations._MOVE, "AND num_turns = ?", "AND ? >= 0")
+    anyhow = replaced(anyhow, "AND head_turn = ?", "AND ? <> ''")
     monkeypatch.setattr(named_conversations, "_MOVE", anyhow)
 
 
@@ -133,7 +138,7 @@ def any_owner(monkeypatch):
     monkeypatch.setattr(
         turns_table,
         "_PATH_ROWS",
-        turns_table._PATH_ROWS.replace("WHERE owner = ? AND", "WHERE ? <> ' ' AND", 1),
+        replaced(turns_table._PATH_ROWS, "WHERE owner = ? AND", "WHERE ? <> ' ' AND"),
     )
 
 

@@ -246,7 +246,7 @@ def assert_nothing_is_left(memory: Memory) -> None:
 def run_alone(rank: int) -> None:
     """Run all launches of a device that is its own peer, as in initial memory: none waits."""
     memory = Memory()
-    memory.words[specs.FLAGS : specs.handshakes_place(NUM_DEVICES)] = 1 << 30
+    memory.words[specs.FLAGS : specs.handshakes_index(NUM_DEVICES)] = 1 << 30
     table = table_of(rank, [memory] * NUM_DEVICES)
     for number, (num_rows, norm, by) in enumerate(LAUNCHES):
         launch_any(rank, memory, table, number, num_rows, dtype_of(number), norm=norm, by=by, limit=1)

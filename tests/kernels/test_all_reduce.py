@@ -223,7 +223,7 @@ def test_tables_have_the_addresses_of_all_devices():
     for rank, (found_rank, status, *addresses) in enumerate(rows()):
         assert found_rank == rank
         assert len(set(addresses)) == 2 and addresses[2:] == [status, status]
-    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.handshakes_place(2)]
+    flags = np.asarray(memory.words)[:, specs.FLAGS : specs.handshakes_index(2)]
     assert flags.size == 2 * 2 * 2 * specs.MAX_PROGRAMS and (flags > 10**9).all()
     refs = [weakref.ref(array) for array in (memory.table, memory.words, memory._peer_buffers)]
     fill = memory._new_peer_buffers

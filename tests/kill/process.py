@@ -1,7 +1,7 @@
 """A process that generates until it is killed, and reports its progress to its parent.
 
 Owns the engine's shape, and the marks: started work, and every turn that the library has returned. Does not
-know when it will die. Called by `lives`, as the target of a process.
+know when it will die. Called by `restart_schedule`, as the target of a process.
 
 Marks are tuples `(name, ...)`, each one write to the pipe:
     ("started",)  ("opening", fingerprint)  ("opened",)  ("ready",)

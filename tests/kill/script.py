@@ -1,7 +1,7 @@
 """The conversations of a restart schedule: a function of a seed, the same in every process.
 
 Owns prompts, sampling parameters, and the set of conversations. Does not know processes, kills, or an engine.
-Called by `lives` and `process`.
+Called by `restart_schedule` and `process`.
 
 A lane is an endless chain of turns; after `TURNS_PER_CONVERSATION` of them a new conversation begins. Two
 lanes in three sample: with a seed of the script's, and with one that the library draws.

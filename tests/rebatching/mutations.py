@@ -1,7 +1,6 @@
 """Bugs, planted one at a time: each is a plausible error in a change of the policy.
 
-Owns the bugs, by name; the design considered the first five. Does not know which tests detect them. Called by
-`test_scenarios`. Bugs of programs are in `test_planted_programs`.
+Owns the bugs, by name. Does not know which tests detect them. Called by `test_scenarios`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def scaled(x, n):
     return x * n + 1
 
 
-class Held:
+class BlockedProgram:
     """A program whose compilation blocks on `meet`."""
 
     def __init__(self, number, meet):
@@ -37,29 +37,29 @@ class Held:
 def test_programs_are_compiled_in_parallel(monkeypatch):
     """Pairs of programs that wait for each other all finish."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    barrier, kept = threading.Barrier(2, timeout=60), []
-    programs = (Held(number, barrier.wait) for number in range(4))
-    names = list(compile_all(CompilationJob(str(one.number), one, kept.append) for one in programs))
-    assert sorted(names) == ["0", "1", "2", "3"] and sorted(kept) == [0, 1, 2, 3]
+    barrier, compiled = threading.Barrier(2, timeout=60), []
+    programs = (BlockedProgram(number, barrier.wait) for number in range(4))
+    names = list(compile_all(CompilationJob(str(one.number), one, compiled.append) for one in programs))
+    assert sorted(names) == ["0", "1", "2", "3"] and sorted(compiled) == [0, 1, 2, 3]
 
 
 def test_a_failure_is_raised():
-    kept = []
+    compiled = []
 
     def fail():
         raise ValueError("no memory")
 
-    programs = Held(0, lambda: None), Held(1, fail)
+    programs = BlockedProgram(0, lambda: None), BlockedProgram(1, fail)
     with pytest.raises(ValueError, match="no memory"):
-        list(compile_all(CompilationJob("", one, kept.append) for one in programs))
-    assert kept in ([], [0])
+        list(compile_all(CompilationJob("", one, compiled.append) for one in programs))
+    assert compiled in ([], [0])
 
 
 def test_programs_that_have_not_begun_are_dropped_on_cancellation(monkeypatch):
     """Ctrl-C may come while progress is shown: the program that is being compiled is waited for."""
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     all_there, begun, dropped = threading.Event(), threading.Event(), threading.Event()
-    kept = []
+    compiled = []
 
     def hold():
         begun.set()
@@ -68,7 +68,7 @@ def test_programs_that_have_not_begun_are_dropped_on_cancellation(monkeypatch):
     def jobs():
         meets = (lambda: all_there.wait(timeout=60)), hold, (lambda: None), (lambda: None)
         for number, meet in enumerate(meets):
-            yield CompilationJob(str(number), Held(number, meet), kept.append)
+            yield CompilationJob(str(number), BlockedProgram(number, meet), compiled.append)
         all_there.set()
 
     submit = ThreadPoolExecutor.submit
@@ -82,16 +82,16 @@ def test_programs_that_have_not_begun_are_dropped_on_cancellation(monkeypatch):
     names = compile_all(jobs())
     assert next(names) == "0" and begun.wait(timeout=60)
     names.close()
-    assert dropped.is_set() and kept == [0]
+    assert dropped.is_set() and compiled == [0]
 
 
 def test_real_programs_are_counted_and_run():
-    counter, kept = CompilationCounter(), {}
+    counter, compiled = CompilationCounter(), {}
     programs = {n: Program(scaled, (jnp.ones(n), n), {}) for n in (2, 3, 5)}
     before = counter.value
     jobs = (
-        CompilationJob(str(n), one, functools.partial(kept.__setitem__, n)) for n, one in programs.items()
+        CompilationJob(str(n), one, functools.partial(compiled.__setitem__, n)) for n, one in programs.items()
     )
     assert sorted(compile_all(jobs)) == ["2", "3", "5"] and counter.value - before == 3
-    for n, compiled in kept.items():
-        assert compiled(jnp.ones(n), n).tolist() == [n + 1] * n
+    for n, program in compiled.items():
+        assert program(jnp.ones(n), n).tolist() == [n + 1] * n

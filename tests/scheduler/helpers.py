@@ -21,7 +21,7 @@ def page_table(requests: Iterable[Request]) -> PageTable:
     return table
 
 
-class Desk:
+class SchedulerHarness:
     """A scheduler over a cache.
 
     Attributes:
@@ -99,4 +99,4 @@ class Desk:
         return output
 
 
-__all__ = ["CHUNK", "Desk"]
+__all__ = ["CHUNK", "SchedulerHarness"]

@@ -7,23 +7,23 @@ import dataclasses
 import pytest
 
 from tests.engine.harness import Harness, small_config
-from tests.scheduler.helpers import Desk
+from tests.scheduler.helpers import SchedulerHarness
 
 
-def apart(**config) -> Desk:
-    """Return a desk whose scheduler pauses decodes for prompts."""
-    return Desk(unified=False, **config)
+def split_phases(**config) -> SchedulerHarness:
+    """Return a harness whose scheduler pauses decodes for prompts."""
+    return SchedulerHarness(unified=False, **config)
 
 
 def test_decodes_pause_while_a_prompt_is_computed():
-    desk = apart()
-    desk.add("a", 10)
-    desk.step()
-    desk.step()
-    desk.add("b", 100)
+    harness = split_phases()
+    harness.add("a", 10)
+    harness.step()
+    harness.step()
+    harness.add("b", 100)
     for _ in range(4):
-        desk.step()
-    assert desk.steps == [
+        harness.step()
+    assert harness.steps == [
         [("a", 0, 10, True)],
         [("a", 10, 11, True)],
         [("b", 0, 64, False)],
@@ -34,44 +34,51 @@ def test_decodes_pause_while_a_prompt_is_computed():
 
 
 def test_decodes_pause_while_history_is_recomputed():
-    desk = apart()
-    desk.add("a", 10, max_tokens=9)
-    desk.step()
-    desk.conversation("back", 161, 0, 1, 4)
-    desk.add("back", 3)
+    harness = split_phases()
+    harness.add("a", 10, max_tokens=9)
+    harness.step()
+    harness.conversation("back", 161, 0, 1, 4)
+    harness.add("back", 3)
     for _ in range(2):
-        desk.step()
-    assert desk.steps[1] == [
+        harness.step()
+    assert harness.steps[1] == [
         ("back", 0, 32, False),
         ("back", 64, 80, False),
         ("back", 160, 164, True),
     ]
-    assert desk.steps[2] == [("a", 10, 11, True), ("back", 164, 165, True)]
+    assert harness.steps[2] == [("a", 10, 11, True), ("back", 164, 165, True)]
 
 
 def test_decoding_continues_while_no_request_can_join():
-    desk = apart(max_num_running=2)
+    harness = split_phases(max_num_running=2)
     for name in "ab":
-        desk.add(name, 5, max_tokens=3)
-    desk.step()
-    desk.add("c", 5, max_tokens=1)
+        harness.add(name, 5, max_tokens=3)
+    harness.step()
+    harness.add("c", 5, max_tokens=1)
     for _ in range(3):
-        desk.step()
-    assert [{name for name, *_ in step} for step in desk.steps] == [{"a", "b"}, {"a", "b"}, {"a", "b"}, {"c"}]
+        harness.step()
+    assert [{name for name, *_ in step} for step in harness.steps] == [
+        {"a", "b"},
+        {"a", "b"},
+        {"a", "b"},
+        {"c"},
+    ]
 
 
 def test_a_stream_of_prompts_pauses_decodes_only_until_the_batch_is_full():
     """Every step brings a prompt that fills one step; each paused decode waits for two of them."""
-    desk = apart(max_num_running=3)
-    first = desk.add("first", 5, max_tokens=5)
-    desk.step()
+    harness = split_phases(max_num_running=3)
+    first = harness.add("first", 5, max_tokens=5)
+    harness.step()
     for number in range(12):
-        desk.add(f"prompt {number}", 64, max_tokens=2)
-        desk.step()
-    decodes = [index for index, step in enumerate(desk.steps) if ("first",) in [grant[:1] for grant in step]]
+        harness.add(f"prompt {number}", 64, max_tokens=2)
+        harness.step()
+    decodes = [
+        index for index, step in enumerate(harness.steps) if ("first",) in [grant[:1] for grant in step]
+    ]
     assert decodes == [0, 3, 6, 9, 12] and first.exhausted
     for index in decodes[1:]:
-        assert all(end - start == 1 for _, start, end, _ in desk.steps[index])
+        assert all(end - start == 1 for _, start, end, _ in harness.steps[index])
 
 
 @pytest.mark.parametrize("cpu_pages", [0, 24])
@@ -97,11 +104,11 @@ def test_every_token_is_right_when_memory_is_short(cpu_pages):
 
 @pytest.mark.parametrize(("num_missing", "is_admitted"), [(63, True), (64, False)])
 def test_admission_does_not_count_the_tokens_of_paused_decodes(num_missing, is_admitted):
-    desk = apart(max_num_running=8)
+    harness = split_phases(max_num_running=8)
     for index in range(3):
-        desk.add(f"decode{index}", 1, max_tokens=50)
-    desk.step()
-    desk.add("long", 64 + num_missing, max_tokens=1)
-    desk.step()
-    late = desk.add("late", 1)
-    assert desk.step().admitted == ((late,) if is_admitted else ())
+        harness.add(f"decode{index}", 1, max_tokens=50)
+    harness.step()
+    harness.add("long", 64 + num_missing, max_tokens=1)
+    harness.step()
+    late = harness.add("late", 1)
+    assert harness.step().admitted == ((late,) if is_admitted else ())

@@ -7,23 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve_jax.scheduler import RequestStatus
-from tests.scheduler.helpers import CHUNK, Desk
+from tests.scheduler.helpers import CHUNK, SchedulerHarness
 
 SIZES = (16, 256, 512, 1024)
 
 
-def lengths(desk, name):
+def lengths(harness, name):
     """Return the number of tokens that one request was granted in every step."""
-    return [sum(end - start for who, start, end, _ in step if who == name) for step in desk.steps]
+    return [sum(end - start for who, start, end, _ in step if who == name) for step in harness.steps]
 
 
-def desk_of(prompt_steps, **options):
-    """Return a desk with a request that decodes for long."""
+def harness_of(prompt_steps, **options):
+    """Return a harness with a request that decodes for long."""
     sizes = {"num_pages": 800, "max_num_batched_tokens": 1024, "token_buckets": SIZES} | options
-    desk = Desk(prompt_steps=prompt_steps, **sizes)
-    desk.add("decodes", 5, max_tokens=200)
-    desk.step()
-    return desk
+    harness = SchedulerHarness(prompt_steps=prompt_steps, **sizes)
+    harness.add("decodes", 5, max_tokens=200)
+    harness.step()
+    return harness
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,23 @@ def desk_of(prompt_steps, **options):
     ],
 )
 def test_a_prompt_is_spread_over_steps_beside_decodes(prompt_steps, expected):
-    desk = desk_of(prompt_steps)
-    prompt = desk.add("long", 3900, max_tokens=1)
+    harness = harness_of(prompt_steps)
+    prompt = harness.add("long", 3900, max_tokens=1)
     while prompt.status is not RequestStatus.FINISHING:
-        desk.step()
-    assert [n for n in lengths(desk, "long") if n] == expected
-    assert all(lengths(desk, "decodes")), "a token in every step"
+        harness.step()
+    assert [n for n in lengths(harness, "long") if n] == expected
+    assert all(lengths(harness, "decodes")), "a token in every step"
 
 
 @pytest.mark.parametrize("prompt_steps", [0, 8])
 def test_a_prompt_alone_is_not_delayed(prompt_steps):
-    desk = Desk(800, max_num_batched_tokens=1024, token_buckets=SIZES, prompt_steps=prompt_steps)
-    desk.add("long", 3900, max_tokens=1)
+    harness = SchedulerHarness(
+        800, max_num_batched_tokens=1024, token_buckets=SIZES, prompt_steps=prompt_steps
+    )
+    harness.add("long", 3900, max_tokens=1)
     for _ in range(5):
-        desk.step()
-    assert lengths(desk, "long") == [1024, 1024, 1024, 512, 256]
+        harness.step()
+    assert lengths(harness, "long") == [1024, 1024, 1024, 512, 256]
 
 
 @settings(deadline=None, max_examples=60)
@@ -64,19 +66,21 @@ def test_a_prompt_alone_is_not_delayed(prompt_steps):
 def test_no_request_starves(prompt_steps, prompts, holes, buckets, with_decodes):
     """In every step the oldest request gains tokens, and each decoding request gains one."""
     options = {"token_buckets": buckets, "max_num_batched_tokens": buckets[-1], "max_num_running": 5}
-    desk = (
-        desk_of(prompt_steps, **options) if with_decodes else Desk(800, prompt_steps=prompt_steps, **options)
+    harness = (
+        harness_of(prompt_steps, **options)
+        if with_decodes
+        else SchedulerHarness(800, prompt_steps=prompt_steps, **options)
     )
-    desk.conversation("back", 500, *holes)
-    desk.add("back", 7, max_tokens=3)
+    harness.conversation("back", 500, *holes)
+    harness.add("back", 7, max_tokens=3)
     for i, length in enumerate(prompts):
-        desk.add(f"new{i}", length, max_tokens=3)
-    scheduler = desk.scheduler
+        harness.add(f"new{i}", length, max_tokens=3)
+    scheduler = harness.scheduler
     num_missing = sum(prompts) + 7 + len(holes) * CHUNK
     for _ in range(num_missing // CHUNK + 100):
         oldest = (*scheduler.running, *scheduler.waiting)[:1]
         decoding = [r for r in scheduler.running if r.is_decoding and not r.exhausted]
-        output = desk.step()
+        output = harness.step()
         served = {grant.request for grant in output.grants}
         assert all(r in served or r.exhausted for r in oldest) and served.issuperset(decoding)
         assert output.num_tokens <= buckets[-1]

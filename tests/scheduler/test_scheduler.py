@@ -7,15 +7,15 @@ from contextlib import nullcontext
 import pytest
 
 from pensieve_jax.scheduler import RequestStatus, Scheduler
-from tests.scheduler.helpers import CHUNK, Desk
+from tests.scheduler.helpers import CHUNK, SchedulerHarness
 
 
 def test_first_come_first_served_within_the_budget():
-    desk = Desk(max_num_batched_tokens=64)
+    harness = SchedulerHarness(max_num_batched_tokens=64)
     for name in "abc":
-        desk.add(name, 30, max_tokens=1)
-    assert [len(desk.step().admitted) for _ in range(3)] == [3, 0, 0]
-    assert desk.steps == [
+        harness.add(name, 30, max_tokens=1)
+    assert [len(harness.step().admitted) for _ in range(3)] == [3, 0, 0]
+    assert harness.steps == [
         [("a", 0, 30, True), ("b", 0, 30, True), ("c", 0, 4, False)],
         [("c", 4, 30, True)],
         [],
@@ -24,56 +24,56 @@ def test_first_come_first_served_within_the_budget():
 
 def test_one_decode_token_for_each_running_request_is_reserved():
     """A long prompt that arrived first leaves room for the decodes after it."""
-    desk = Desk(max_num_batched_tokens=40)
-    desk.add("long", 100)
-    desk.step()
-    desk.cache.check()
-    short = desk.add("short", 5)
-    desk.step()
-    desk.step()
-    assert desk.steps[1:] == [[("long", 40, 80, False)], [("long", 80, 100, True), ("short", 0, 5, True)]]
-    desk.conversation("back", 200, *range(10))
-    late = desk.add("back", 3)
-    desk.step()
-    assert desk.steps[-1][:2] == [("long", 100, 101, True), ("short", 5, 6, True)]
-    assert desk.steps[-1][2] == ("back", 0, 32, False), "38 tokens are left: two chunks"
+    harness = SchedulerHarness(max_num_batched_tokens=40)
+    harness.add("long", 100)
+    harness.step()
+    harness.cache.check()
+    short = harness.add("short", 5)
+    harness.step()
+    harness.step()
+    assert harness.steps[1:] == [[("long", 40, 80, False)], [("long", 80, 100, True), ("short", 0, 5, True)]]
+    harness.conversation("back", 200, *range(10))
+    late = harness.add("back", 3)
+    harness.step()
+    assert harness.steps[-1][:2] == [("long", 100, 101, True), ("short", 5, 6, True)]
+    assert harness.steps[-1][2] == ("back", 0, 32, False), "38 tokens are left: two chunks"
     assert late.status is short.status is RequestStatus.RUNNING
 
 
 def test_decodes_behind_many_holes_keep_their_rows():
-    desk = Desk(max_num_running=3, max_num_batched_tokens=100, max_num_rows=3)
-    desk.add("a", 1, max_tokens=9)
-    desk.step()
-    desk.conversation("old", 161, 0, 2, 4, 6)
-    desk.add("old", 4, max_tokens=9)
-    desk.add("b", 1, max_tokens=9)
+    harness = SchedulerHarness(max_num_running=3, max_num_batched_tokens=100, max_num_rows=3)
+    harness.add("a", 1, max_tokens=9)
+    harness.step()
+    harness.conversation("old", 161, 0, 2, 4, 6)
+    harness.add("old", 4, max_tokens=9)
+    harness.add("b", 1, max_tokens=9)
     for _ in range(4):
-        desk.step()
-    assert [len(step) for step in desk.steps[1:]] == [3, 3, 3, 3]
-    assert all(step[0][0] == "a" for step in desk.steps)
-    assert desk.steps[3] == [("a", 3, 4, True), ("old", 160, 165, True), ("b", 0, 1, True)]
+        harness.step()
+    assert [len(step) for step in harness.steps[1:]] == [3, 3, 3, 3]
+    assert all(step[0][0] == "a" for step in harness.steps)
+    assert harness.steps[3] == [("a", 3, 4, True), ("old", 160, 165, True), ("b", 0, 1, True)]
 
 
 def test_several_holes_in_ascending_order():
     """A later interval shares a step with an earlier one only if the earlier one ends in it."""
-    desk = Desk(max_num_batched_tokens=70)
-    desk.conversation("a", 161, 0, 3, 4, 8)
-    desk.add("a", 10, max_tokens=1)
+    harness = SchedulerHarness(max_num_batched_tokens=70)
+    harness.conversation("a", 161, 0, 3, 4, 8)
+    harness.add("a", 10, max_tokens=1)
     for _ in range(2):
-        desk.step()
-    assert desk.steps == [
+        harness.step()
+    assert harness.steps == [
         [("a", 0, 16, False), ("a", 48, 80, False), ("a", 128, 144, False), ("a", 160, 166, False)],
         [("a", 166, 171, True)],
     ]
 
 
 def test_recompute_is_cut_on_chunk_boundaries_only():
-    desk = Desk(max_num_batched_tokens=47)
-    desk.conversation("a", 161, *range(9))
-    desk.add("a", 10, max_tokens=1)
-    while not desk.steps or not desk.steps[-1] or not desk.steps[-1][-1][-1]:
-        desk.step()
-    grants = [grant for step in desk.steps for grant in step]
+    harness = SchedulerHarness(max_num_batched_tokens=47)
+    harness.conversation("a", 161, *range(9))
+    harness.add("a", 10, max_tokens=1)
+    while not harness.steps or not harness.steps[-1] or not harness.steps[-1][-1][-1]:
+        harness.step()
+    grants = [grant for step in harness.steps for grant in step]
     history = [grant for grant in grants if grant[2] <= 144]
     assert all(end % CHUNK == 0 and start % CHUNK == 0 for _, start, end, _ in history)
     assert sum(end - start for _, start, end, _ in history) == 144
@@ -82,12 +82,12 @@ def test_recompute_is_cut_on_chunk_boundaries_only():
 
 def test_large_steps_fill_a_bucket_and_leave_the_rest():
     """The rest goes with the next step; below 256 tokens a step takes everything."""
-    desk = Desk(80, max_num_batched_tokens=1024, token_buckets=(64, 256, 512, 1024))
-    desk.add("a", 300, max_tokens=9)
-    desk.add("b", 290, max_tokens=9)
+    harness = SchedulerHarness(80, max_num_batched_tokens=1024, token_buckets=(64, 256, 512, 1024))
+    harness.add("a", 300, max_tokens=9)
+    harness.add("b", 290, max_tokens=9)
     for _ in range(3):
-        desk.step()
-    assert desk.steps == [
+        harness.step()
+    assert harness.steps == [
         [("a", 0, 300, True), ("b", 0, 212, False)],
         [("a", 300, 301, True), ("b", 212, 290, True)],
         [("a", 301, 302, True), ("b", 290, 291, True)],
@@ -96,44 +96,46 @@ def test_large_steps_fill_a_bucket_and_leave_the_rest():
 
 def test_a_bucket_that_decodes_fill_is_not_chosen():
     """The oldest recomputing request would get no chunk there, so the step uses the next bucket."""
-    desk = Desk(600, max_num_running=260, max_num_batched_tokens=512, token_buckets=(256, 512))
+    harness = SchedulerHarness(600, max_num_running=260, max_num_batched_tokens=512, token_buckets=(256, 512))
     for index in range(250):
-        desk.add(f"decode{index}", 1, max_tokens=50)
-    desk.step()
-    desk.conversation("back", 322, *range(20))
-    desk.add("back", 3)
-    desk.step()
-    assert desk.steps[-1][-1] == ("back", 0, 256, False), "512 tokens: 250 decodes, and 262 in whole chunks"
+        harness.add(f"decode{index}", 1, max_tokens=50)
+    harness.step()
+    harness.conversation("back", 322, *range(20))
+    harness.add("back", 3)
+    harness.step()
+    assert harness.steps[-1][-1] == ("back", 0, 256, False), (
+        "512 tokens: 250 decodes, and 262 in whole chunks"
+    )
 
 
 def test_rows_are_a_separate_limit():
     """Three rows per step: three holes, and the rest in the next one."""
-    desk = Desk(max_num_running=3, max_num_rows=3, max_num_batched_tokens=200)
-    desk.conversation("a", 161, 0, 2, 4, 6)
-    desk.add("a", 10, max_tokens=1)
-    desk.add("b", 5, max_tokens=1)
+    harness = SchedulerHarness(max_num_running=3, max_num_rows=3, max_num_batched_tokens=200)
+    harness.conversation("a", 161, 0, 2, 4, 6)
+    harness.add("a", 10, max_tokens=1)
+    harness.add("b", 5, max_tokens=1)
     for _ in range(2):
-        desk.step()
-    assert desk.steps[0] == [("a", 0, 16, False), ("a", 32, 48, False), ("a", 64, 80, False)]
-    assert desk.steps[1] == [("a", 96, 112, False), ("a", 160, 171, True), ("b", 0, 5, True)]
+        harness.step()
+    assert harness.steps[0] == [("a", 0, 16, False), ("a", 32, 48, False), ("a", 64, 80, False)]
+    assert harness.steps[1] == [("a", 96, 112, False), ("a", 160, 171, True), ("b", 0, 5, True)]
 
 
 def test_the_number_of_running_requests_is_limited():
-    desk = Desk(max_num_running=2)
-    requests = [desk.add(name, 3, max_tokens=2) for name in "abc"]
-    desk.step()
+    harness = SchedulerHarness(max_num_running=2)
+    requests = [harness.add(name, 3, max_tokens=2) for name in "abc"]
+    harness.step()
     assert [request.status.value for request in requests] == ["running", "running", "waiting"]
-    desk.step()
-    desk.step()
+    harness.step()
+    harness.step()
     assert [request.status.value for request in requests] == ["finishing", "finishing", "running"]
 
 
 def test_a_turn_samples_only_when_nothing_is_missing():
-    desk = Desk(max_num_batched_tokens=20)
-    request = desk.add("a", 50, max_tokens=3)
+    harness = SchedulerHarness(max_num_batched_tokens=20)
+    request = harness.add("a", 50, max_tokens=3)
     for _ in range(6):
-        desk.step()
-    assert [grant for step in desk.steps for grant in step] == [
+        harness.step()
+    assert [grant for step in harness.steps for grant in step] == [
         ("a", 0, 20, False),
         ("a", 20, 40, False),
         ("a", 40, 50, True),
@@ -141,25 +143,25 @@ def test_a_turn_samples_only_when_nothing_is_missing():
         ("a", 51, 52, True),
     ]
     assert request.num_output_tokens == 3 and request.status is RequestStatus.FINISHING
-    assert desk.steps[-1] == [], "a stop by length launches no extra step"
+    assert harness.steps[-1] == [], "a stop by length launches no extra step"
 
 
 def test_the_latest_arrival_is_suspended():
     """Three requests of one page each in a pool of three: as they grow, the latest is suspended first."""
-    desk = Desk(3)
-    requests = [desk.add(name, 15, max_tokens=20) for name in "abc"]
-    suspended = [request for _ in range(4) for request in desk.step().suspended]
+    harness = SchedulerHarness(3)
+    requests = [harness.add(name, 15, max_tokens=20) for name in "abc"]
+    suspended = [request for _ in range(4) for request in harness.step().suspended]
     assert suspended == [requests[2], requests[1]], "b takes the page of c, then a that of b"
-    assert requests[0].status is RequestStatus.RUNNING and list(desk.scheduler.waiting) == requests[1:]
+    assert requests[0].status is RequestStatus.RUNNING and list(harness.scheduler.waiting) == requests[1:]
     assert [request.usage(0).num_suspensions for request in requests] == [0, 1, 1]
 
 
 def test_the_latest_request_suspends_itself():
-    desk = Desk(3)
-    first = desk.add("a", 30, max_tokens=2)
-    last = desk.add("b", 16, max_tokens=9)
-    assert desk.step().suspended == ()
-    output = desk.step()
+    harness = SchedulerHarness(3)
+    first = harness.add("a", 30, max_tokens=2)
+    last = harness.add("b", 16, max_tokens=9)
+    assert harness.step().suspended == ()
+    output = harness.step()
     assert output.suspended == (last,) and output.admitted == ()
     assert [grant.request for grant in output.grants] == [first]
     assert last.token_ids[-1] != -1, "the token in flight is kept"
@@ -167,25 +169,25 @@ def test_the_latest_request_suspends_itself():
 
 def test_a_step_that_suspends_a_request_admits_none(monkeypatch):
     """The scheduler does not even ask the cache, so pages that were just taken are not offered again."""
-    desk = Desk(3)
+    harness = SchedulerHarness(3)
     for name in "abc":
-        desk.add(name, 15, max_tokens=20)
-    try_admit, asked = desk.cache.manager.try_admit, []
+        harness.add(name, 15, max_tokens=20)
+    try_admit, asked = harness.cache.manager.try_admit, []
 
     def record(sequence, *args, **kwargs):
         asked.append(sequence.sequence_id)
         return try_admit(sequence, *args, **kwargs)
 
-    monkeypatch.setattr(desk.cache.manager, "try_admit", record)
-    desk.step()
+    monkeypatch.setattr(harness.cache.manager, "try_admit", record)
+    harness.step()
     assert asked == ["a", "b", "c"]
     suspended = []
     while len(suspended) < 2:
         asked.clear()
-        output = desk.step()
+        output = harness.step()
         assert not (output.suspended and asked), "a request was suspended and another one was tried"
         suspended += output.suspended
-    desk.step()
+    harness.step()
     assert asked == ["b"], "the next step tries the queue again"
 
 
@@ -202,12 +204,12 @@ def test_a_step_that_skips_the_oldest_request_is_detected(
     monkeypatch, unified, oldest_decodes, others_run, is_stuck
 ):
     """A decode may pause for others if batches are not unified; nothing else is allowed."""
-    desk = Desk(unified=unified)
-    desk.add("a", 5, max_tokens=9)
+    harness = SchedulerHarness(unified=unified)
+    harness.add("a", 5, max_tokens=9)
     if oldest_decodes:
-        desk.step()
+        harness.step()
     if others_run:
-        desk.add("b", 5, max_tokens=9)
+        harness.add("b", 5, max_tokens=9)
     grant_running = Scheduler._grant_running
 
     def pass_over(scheduler, *, with_decodes):
@@ -218,58 +220,58 @@ def test_a_step_that_skips_the_oldest_request_is_detected(
 
     monkeypatch.setattr(Scheduler, "_grant_running", pass_over)
     with pytest.raises(AssertionError, match="oldest request is stuck") if is_stuck else nullcontext():
-        desk.step()
+        harness.step()
 
 
 def test_a_suspended_request_resumes_in_arrival_order():
     """It resumes before all later arrivals, and only with the reserve."""
-    desk = Desk(5, reserve_pages=1)
-    first = desk.add("a", 60, max_tokens=3)
-    second = desk.add("b", 1, max_tokens=30)
-    third = desk.add("c", 1, max_tokens=30)
-    desk.step()
+    harness = SchedulerHarness(5, reserve_pages=1)
+    first = harness.add("a", 60, max_tokens=3)
+    second = harness.add("b", 1, max_tokens=30)
+    third = harness.add("c", 1, max_tokens=30)
+    harness.step()
     assert [request.status.value for request in (first, second, third)] == ["running", "waiting", "waiting"]
     for _ in range(3):
-        output = desk.step()
+        output = harness.step()
     assert output.admitted == (second, third) and first.status is RequestStatus.FINISHING
-    second_again = [request for _ in range(40) for request in desk.step().suspended]
+    second_again = [request for _ in range(40) for request in harness.step().suspended]
     assert all(request is third for request in second_again)
 
 
 def test_chunks_of_waiting_requests_give_way_to_running_ones():
     """Later arrivals cannot evict a queued conversation's chunks; earlier arrivals can."""
-    desk = Desk(6)
-    desk.conversation("queued", 33)
-    desk.add("first", 62, max_tokens=40)
-    desk.step()
-    waiting = desk.add("queued", 40)
-    output = desk.step()
+    harness = SchedulerHarness(6)
+    harness.conversation("queued", 33)
+    harness.add("first", 62, max_tokens=40)
+    harness.step()
+    waiting = harness.add("queued", 40)
+    output = harness.step()
     assert output.admitted == () and waiting.status is RequestStatus.WAITING
-    dropped = [(drop.conversation_id, drop.index) for _ in range(30) for drop in desk.step().drops]
+    dropped = [(drop.conversation_id, drop.index) for _ in range(30) for drop in harness.step().drops]
     assert dropped[:2] == [("queued", 0), ("queued", 1)]
 
 
 def test_requests_can_be_removed_in_any_state():
-    desk = Desk(max_num_running=2)
-    requests = [desk.add(name, 20, max_tokens=1 if name == "a" else 5) for name in "abcd"]
-    desk.step()
-    desk.step()
+    harness = SchedulerHarness(max_num_running=2)
+    requests = [harness.add(name, 20, max_tokens=1 if name == "a" else 5) for name in "abcd"]
+    harness.step()
+    harness.step()
     statuses = [request.status.value for request in requests]
     assert statuses == ["finishing", "running", "running", "waiting"]
     for request in requests:
-        desk.cache.manager.truncate(request.sequence, 0)
-        desk.scheduler.remove(request)
-        desk.cache.check()
-        desk.scheduler.check_integrity()
+        harness.cache.manager.truncate(request.sequence, 0)
+        harness.scheduler.remove(request)
+        harness.cache.check()
+        harness.scheduler.check_integrity()
         assert request.status is RequestStatus.FINISHED
-    assert desk.cache.pool.num_free == 40 and desk.step().grants == ()
+    assert harness.cache.pool.num_free == 40 and harness.step().grants == ()
 
 
 def test_usage_counts_lost_tokens():
-    desk = Desk()
-    desk.conversation("a", 100, 0, 1)
-    request = desk.add("a", 7)
-    desk.step()
+    harness = SchedulerHarness()
+    harness.conversation("a", 100, 0, 1)
+    request = harness.add("a", 7)
+    harness.step()
     usage = request.usage(num_output_tokens=4)
     assert (usage.reused_gpu_tokens, usage.recomputed_tokens, usage.prefilled_tokens) == (67, 32, 8)
     assert usage.prompt_tokens == 7 and usage.output_tokens == 4
@@ -278,70 +280,70 @@ def test_usage_counts_lost_tokens():
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_a_turn_at_the_context_limit_is_exhausted(max_tokens):
-    desk = Desk()
-    request = desk.add("a", 9, max_tokens=max_tokens)
+    harness = SchedulerHarness()
+    request = harness.add("a", 9, max_tokens=max_tokens)
     request.max_total_tokens = 10
-    desk.step()
+    harness.step()
     assert request.exhausted and request.num_output_tokens == 1
 
 
-def decoding_desk(num_decodes: int, **config) -> Desk:
-    """Return a desk with `num_decodes` requests that decode, and room to run more."""
-    desk = Desk(100, max_num_running=8, **config)
+def decoding_harness(num_decodes: int, **config) -> SchedulerHarness:
+    """Return a harness with `num_decodes` requests that decode, and room to run more."""
+    harness = SchedulerHarness(100, max_num_running=8, **config)
     for index in range(num_decodes):
-        desk.add(f"decode{index}", 1, max_tokens=50)
-    desk.step()
-    return desk
+        harness.add(f"decode{index}", 1, max_tokens=50)
+    harness.step()
+    return harness
 
 
 @pytest.mark.parametrize(("num_missing", "is_admitted"), [(60, True), (61, False)])
 def test_admission_counts_the_tokens_of_decodes(num_missing, is_admitted):
     """Three decodes and the rest of a prompt fill the step of 64 tokens, or leave one."""
-    desk = decoding_desk(3)
-    desk.add("long", 61 + num_missing, max_tokens=1)
-    desk.step()
-    assert desk.steps[-1][-1] == ("long", 0, 61, False)
-    late = desk.add("late", 1)
-    assert desk.step().admitted == ((late,) if is_admitted else ())
+    harness = decoding_harness(3)
+    harness.add("long", 61 + num_missing, max_tokens=1)
+    harness.step()
+    assert harness.steps[-1][-1] == ("long", 0, 61, False)
+    late = harness.add("late", 1)
+    assert harness.step().admitted == ((late,) if is_admitted else ())
 
 
 @pytest.mark.parametrize(("holes", "is_admitted"), [((0, 2, 4), True), ((0, 2, 4, 6), False)])
 def test_admission_counts_the_rows_of_decodes(holes, is_admitted):
     """Three decodes, the holes, and the prompt behind them take all eight rows, or leave one."""
-    desk = decoding_desk(3, max_num_rows=8, max_num_batched_tokens=200)
-    desk.conversation("back", 161, *holes)
-    back, late = desk.add("back", 3), desk.add("late", 1)
-    assert desk.step().admitted == ((back, late) if is_admitted else (back,))
+    harness = decoding_harness(3, max_num_rows=8, max_num_batched_tokens=200)
+    harness.conversation("back", 161, *holes)
+    back, late = harness.add("back", 3), harness.add("late", 1)
+    assert harness.step().admitted == ((back, late) if is_admitted else (back,))
 
 
 def test_admission_stops_at_the_first_request_that_does_not_fit(monkeypatch):
     """A later and smaller request does not overtake it, and the cache is asked once a step."""
-    desk = Desk(5)
-    desk.add("a", 40, max_tokens=9)
-    desk.step()
-    desk.add("large", 40)
-    desk.add("small", 1)
-    asked, try_admit = [], desk.cache.manager.try_admit
+    harness = SchedulerHarness(5)
+    harness.add("a", 40, max_tokens=9)
+    harness.step()
+    harness.add("large", 40)
+    harness.add("small", 1)
+    asked, try_admit = [], harness.cache.manager.try_admit
 
     def noted(sequence, *args, **options):
         assert len(asked) < 3, "admission goes on after a refusal"
         asked.append(sequence)
         return try_admit(sequence, *args, **options)
 
-    monkeypatch.setattr(desk.cache.manager, "try_admit", noted)
-    assert desk.step().admitted == ()
-    assert asked == [desk.scheduler.waiting[0].sequence]
-    assert [r.conversation.conversation_id for r in desk.scheduler.waiting] == ["large", "small"]
+    monkeypatch.setattr(harness.cache.manager, "try_admit", noted)
+    assert harness.step().admitted == ()
+    assert asked == [harness.scheduler.waiting[0].sequence]
+    assert [r.conversation.conversation_id for r in harness.scheduler.waiting] == ["large", "small"]
 
 
 def test_a_request_decodes_from_its_first_sampled_token_until_it_is_suspended():
-    desk = Desk(2, max_num_batched_tokens=20)
-    first = desk.add("a", 15, max_tokens=9)
-    second = desk.add("b", 15, max_tokens=9)
-    desk.step()
+    harness = SchedulerHarness(2, max_num_batched_tokens=20)
+    first = harness.add("a", 15, max_tokens=9)
+    second = harness.add("b", 15, max_tokens=9)
+    harness.step()
     assert (first.is_decoding, second.is_decoding) == (True, False), "the second lacks 10 tokens"
-    desk.step()
+    harness.step()
     assert (first.is_decoding, second.is_decoding) == (True, True)
-    while not desk.step().suspended:
+    while not harness.step().suspended:
         pass
     assert (first.is_decoding, second.is_decoding) == (True, False)

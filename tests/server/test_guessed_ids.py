@@ -72,7 +72,7 @@ GUESSES = (
 )
 
 
-class World:
+class GuessTarget:
     """A server with Ann's objects, whose ids Bob guesses.
 
     Attributes:
@@ -151,8 +151,8 @@ def test_every_route_with_an_id_is_covered(tmp_path):
     def shape(method: str, path: str) -> tuple[str, str]:
         return method, re.sub(r"{\w+}", "{}", path.partition("?")[0])
 
-    with closing(World(tmp_path)) as world:
-        routes = {shape(route.method, route.path) for route in world.server.routes if "{" in route.path}
+    with closing(GuessTarget(tmp_path)) as target:
+        routes = {shape(route.method, route.path) for route in target.server.routes if "{" in route.path}
     paths = [(guess.method, guess.path.partition("?")[0]) for guess in GUESSES]
     guessed = {shape(method, path) for method, path in paths if "{" in path}
     of_nobody = {("GET", "/page/{}"), ("GET", "/v1/models/{model:path}")}
@@ -160,30 +160,30 @@ def test_every_route_with_an_id_is_covered(tmp_path):
 
 
 def test_another_owners_id_takes_the_same_steps_as_an_unknown_id(tmp_path):
-    async def guess_all(world: World) -> None:
-        await world.fill()
+    async def guess_all(target: GuessTarget) -> None:
+        await target.fill()
         for guess in GUESSES:
             told = []
-            for ids in (world.known, world.unknown):
-                world.steps.clear()
-                world.engine.calls.clear()
-                num_turns, num_changes = len(world.engine.turns), len(world.engine.changes)
-                with world.traced():
-                    status, said = await world.ask("bob", filled(guess, ids))
-                asked = [anonymous(str(step), ids) for step in (*world.steps, *world.engine.calls)]
-                asked += [type(change).__name__ for change in world.engine.changes[num_changes:]]
-                asked += ["turn" for _ in world.engine.turns[num_turns:]]
+            for ids in (target.known, target.unknown):
+                target.steps.clear()
+                target.engine.calls.clear()
+                num_turns, num_changes = len(target.engine.turns), len(target.engine.changes)
+                with target.traced():
+                    status, said = await target.ask("bob", filled(guess, ids))
+                asked = [anonymous(str(step), ids) for step in (*target.steps, *target.engine.calls)]
+                asked += [type(change).__name__ for change in target.engine.changes[num_changes:]]
+                asked += ["turn" for _ in target.engine.turns[num_turns:]]
                 told.append((status, anonymous(json.dumps(said), ids), asked))
             assert told[0] == told[1], guess
             assert told[0][0] == 404, guess
         for guess in GUESSES:  # they still exist
             if guess.method == "GET":
-                assert (await world.ask("ann", filled(guess, world.known)))[0] == 200, guess
+                assert (await target.ask("ann", filled(guess, target.known)))[0] == 200, guess
         going_on = Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{completion}"})
-        assert (await world.ask("ann", filled(going_on, world.known)))[0] == 200
+        assert (await target.ask("ann", filled(going_on, target.known)))[0] == 200
 
-    with closing(World(tmp_path)) as world:
-        asyncio.run(guess_all(world))
+    with closing(GuessTarget(tmp_path)) as target:
+        asyncio.run(guess_all(target))
 
 
 def p_value(one: list[float], other: list[float]) -> float:
@@ -201,20 +201,20 @@ def p_value(one: list[float], other: list[float]) -> float:
     return math.erfc(abs(deviation) / math.sqrt(n * m * (n + m + 1) / 12) / math.sqrt(2))
 
 
-async def measure(world: World, num_requests: int) -> list[dict[str, Any]]:
+async def measure(target: GuessTarget, num_requests: int) -> list[dict[str, Any]]:
     """Return, per guess, this thread's seconds for another owner's id and an unknown one, and p.
 
     The requests are sent in random order.
     """
-    await world.fill()
+    await target.fill()
     draw, rows = random.Random(0), []
     for guess in GUESSES:
         taken: dict[bool, list[float]] = {True: [], False: []}
-        requests = {True: filled(guess, world.known), False: filled(guess, world.unknown)}
+        requests = {True: filled(guess, target.known), False: filled(guess, target.unknown)}
         for number in range(2 * num_requests + 50):
             is_known = draw.random() < 0.5
             began_s = time.thread_time()
-            await world.ask("bob", requests[is_known])
+            await target.ask("bob", requests[is_known])
             if number >= 50:
                 taken[is_known].append(time.thread_time() - began_s)
         medians = {is_known: statistics.median(times) * 1e6 for is_known, times in taken.items()}
@@ -232,8 +232,8 @@ async def measure(world: World, num_requests: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory, closing(World(Path(directory))) as world:
-        world.engine.info = replace(world.engine.info)
-        rows = asyncio.run(measure(world, int(sys.argv[1]) if len(sys.argv) > 1 else 2000))
+    with tempfile.TemporaryDirectory() as directory, closing(GuessTarget(Path(directory))) as target:
+        target.engine.info = replace(target.engine.info)
+        rows = asyncio.run(measure(target, int(sys.argv[1]) if len(sys.argv) > 1 else 2000))
         threshold = 0.001 / len(rows)  # one false alarm in a thousand runs, over all requests
         print(json.dumps({"threshold": threshold, "told_apart": [r for r in rows if r["p"] < threshold]}))

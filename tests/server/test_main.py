@@ -32,7 +32,7 @@ from pensieve_jax.server.main import (
     serve,
 )
 from tests.engine.harness import Harness
-from tests.server.engine_process.fakes import TIMEOUT_S, FakeLives, ThreadHandle, spec
+from tests.server.engine_process.fakes import TIMEOUT_S, FakeEngines, ThreadHandle, spec
 
 LONG = 1500
 
@@ -96,17 +96,17 @@ class Client(threading.Thread):
             raise self.error
 
 
-def run(client: Client, *, drain_s: float, lives: FakeLives | None = None) -> int:
-    lives = lives or FakeLives()
+def run(client: Client, *, drain_s: float, engines: FakeEngines | None = None) -> int:
+    engines = engines or FakeEngines()
     status = serve(
-        lambda: AsyncEngine(lives.begin, restarts=RestartPolicy(first_delay_s=0.0)),
+        lambda: AsyncEngine(engines.begin, restarts=RestartPolicy(first_delay_s=0.0)),
         application,
         bind("127.0.0.1", 0),
         drain_s=drain_s,
         announce=client.announce,
     )
     client.join()
-    assert lives.harness.engine.closed
+    assert engines.harness.engine.closed
     return status
 
 
@@ -140,8 +140,8 @@ def test_turns_that_take_longer_are_cancelled() -> None:
 
 
 def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    lives, gate = FakeLives(), threading.Event()
-    lives.prepare = lambda harness: setattr(harness, "on_step", lambda output: gate.wait(TIMEOUT_S))
+    engines, gate = FakeEngines(), threading.Event()
+    engines.prepare = lambda harness: setattr(harness, "on_step", lambda output: gate.wait(TIMEOUT_S))
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         running = ask(LONG)  # none of its steps ends
@@ -153,23 +153,23 @@ def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixtur
         with pytest.raises((http.client.HTTPException, ConnectionError)):
             running.read()
 
-    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_AT_ONCE
+    assert run(Client(work), drain_s=TIMEOUT_S, engines=engines) == EXIT_AT_ONCE
     assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 def test_an_engine_that_dies_too_often_ends_the_server() -> None:
-    lives = FakeLives()
+    engines = FakeEngines()
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         for _ in range(1 + RestartPolicy().max_restarts):
             while (running := ask(LONG)).status == 503:  # it is restarting
                 running.read()
-            lives.lives[-1].kill()
+            engines.handles[-1].kill()
             with pytest.raises((http.client.HTTPException, ConnectionError)):
                 running.read()
 
-    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == EXIT_ENDED
-    assert len(lives.lives) == 1 + RestartPolicy().max_restarts
+    assert run(Client(work), drain_s=TIMEOUT_S, engines=engines) == EXIT_ENDED
+    assert len(engines.handles) == 1 + RestartPolicy().max_restarts
 
 
 def test_a_hanging_engine_is_restarted(
@@ -178,13 +178,13 @@ def test_a_hanging_engine_is_restarted(
     """The server itself must do this: clients wait for the engine's turns, and so do cancellations."""
     monkeypatch.setattr(watchdog, "ALONE_SILENCE_S", 5.0)  # the engine sends a heartbeat every second
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
-    lives, gate = FakeLives(), threading.Event()
+    engines, gate = FakeEngines(), threading.Event()
 
     def prepare(harness: Harness) -> None:
-        if len(lives.lives) <= 1:
+        if len(engines.handles) <= 1:
             harness.on_step = lambda output: gate.wait(TIMEOUT_S)
 
-    lives.prepare = prepare
+    engines.prepare = prepare
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         running = ask(LONG)
@@ -196,8 +196,8 @@ def test_a_hanging_engine_is_restarted(
         assert again.read().split()[-1] == b"length"
         terminate()
 
-    assert run(Client(work), drain_s=TIMEOUT_S, lives=lives) == 0
-    assert len(lives.lives) == 2 and "has been silent for" in caplog.text
+    assert run(Client(work), drain_s=TIMEOUT_S, engines=engines) == 0
+    assert len(engines.handles) == 2 and "has been silent for" in caplog.text
 
 
 def test_an_unexpected_shutdown_has_exit_status_1(
@@ -214,7 +214,7 @@ def test_an_unexpected_shutdown_has_exit_status_1(
 
     monkeypatch.setattr(HttpServer, "startup", noted)
     status = serve(
-        lambda: AsyncEngine(FakeLives().begin),
+        lambda: AsyncEngine(FakeEngines().begin),
         application,
         bind("127.0.0.1", 0),
         drain_s=0,
@@ -231,18 +231,18 @@ def test_a_signal_during_the_start_ends_it() -> None:
         terminate()
         gate.wait(TIMEOUT_S)
 
-    class Lives(FakeLives):
+    class SlowEngines(FakeEngines):
         async def begin(self) -> ThreadHandle:
-            life = await super().begin()
-            kill = life.kill
-            life.kill = lambda: (gate.set(), kill())
-            return life
+            handle = await super().begin()
+            kill = handle.kill
+            handle.kill = lambda: (gate.set(), kill())
+            return handle
 
-    lives = Lives()
-    lives.prepare = prepare
+    engines = SlowEngines()
+    engines.prepare = prepare
     client = Client(lambda ask: pytest.fail("it was announced"))
     status = serve(
-        lambda: AsyncEngine(lives.begin),
+        lambda: AsyncEngine(engines.begin),
         application,
         bind("127.0.0.1", 0),
         drain_s=0,

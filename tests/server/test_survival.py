@@ -21,7 +21,7 @@ import pytest
 from pensieve_jax import LLM, SamplingParams
 from tests.server.conftest import SIZES, engine_config
 
-SAID = (
+MESSAGES = (
     "Hi! My name is Ada. I am looking for a place to eat in San Jose.",
     "Italian please, something cheap.",
     "What is my name?",
@@ -31,7 +31,7 @@ LAUNCHER = Path(__file__).parents[2] / "scripts" / "serve.py"
 SAMPLINGS = ({"temperature": 0.0}, {"temperature": 0.9, "seed": 11})
 
 
-class Served:
+class KillableServer:
     """`pensieve serve` as users start it; killed and restarted on the same history."""
 
     def __init__(self, history: Path, compilation_cache: str) -> None:
@@ -76,36 +76,36 @@ def never_killed(compilation_cache: str) -> list[list[tuple[int, ...]]]:
         return [
             [
                 llm.chat(
-                    [{"role": "user", "content": said}],
+                    [{"role": "user", "content": message}],
                     SamplingParams(max_tokens=NUM_TOKENS, **sampling),
                     conversation_id=str(number),
                 ).token_ids
-                for said in SAID
+                for message in MESSAGES
             ]
             for number, sampling in enumerate(SAMPLINGS)
         ]
 
 
 @pytest.fixture
-def served(tmp_path: Path, compilation_cache: str) -> Iterator[Served]:
-    served = Served(tmp_path / "chats.sqlite", compilation_cache)
-    yield served
-    served.close()
+def server(tmp_path: Path, compilation_cache: str) -> Iterator[KillableServer]:
+    server = KillableServer(tmp_path / "chats.sqlite", compilation_cache)
+    yield server
+    server.close()
 
 
 @pytest.mark.long  # starts that import JAX; api/test_real_engine.py ends its server well, and is short
-def test_a_conversation_survives_both_processes(served, tmp_path, never_killed):
+def test_a_conversation_survives_both_processes(server, tmp_path, never_killed):
     last: dict[int, str] = {}
-    conversation = served.client.conversations.create().id
-    for turn, said in enumerate(SAID):
-        if turn == len(SAID) - 1:
-            served.kill_both()
-            served.start()
+    conversation = server.client.conversations.create().id
+    for turn, message in enumerate(MESSAGES):
+        if turn == len(MESSAGES) - 1:
+            server.kill_both()
+            server.start()
         for number, sampling in enumerate(SAMPLINGS):
             extra = {"seed": sampling["seed"]} if "seed" in sampling else {}
             where = {"conversation": conversation} if number else {"previous_response_id": last.get(0)}
-            response = served.client.responses.create(
-                input=said,
+            response = server.client.responses.create(
+                input=message,
                 max_output_tokens=NUM_TOKENS,
                 temperature=sampling["temperature"],
                 extra_body=extra,
@@ -113,13 +113,13 @@ def test_a_conversation_survives_both_processes(served, tmp_path, never_killed):
             )
             sources = response.usage.to_dict()["pensieve"]
             if (
-                turn == len(SAID) - 1
+                turn == len(MESSAGES) - 1
             ):  # nothing was in memory: all of it comes from the history, and none from the client
                 assert sources["recomputed_tokens"] > 0 and sources["gpu_tokens"] == 0
                 assert response.usage.input_tokens > sources["new_tokens"]
             last[number] = response.id
-    items = served.client.conversations.items.list(conversation, order="asc").data
-    assert [item.role for item in items] == ["user", "assistant"] * len(SAID)
+    items = server.client.conversations.items.list(conversation, order="asc").data
+    assert [item.role for item in items] == ["user", "assistant"] * len(MESSAGES)
     for number, expected in enumerate(never_killed):
         assert replies(tmp_path / "chats.sqlite", last[number]) == expected
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError
-from tests.server.engine_process.fakes import FakeLives, fake_engine, run, until
+from tests.server.engine_process.fakes import FakeEngines, fake_engine, run, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
@@ -76,7 +76,7 @@ def test_for_an_engine_that_is_given_up_serve_starts_another_replica(replica):
 
 def test_a_killed_engine_is_restarted():
     async def work():
-        async with fake_engine(FakeLives()) as engine:
+        async with fake_engine(FakeEngines()) as engine:
             engine.kill_process()
             await until(lambda: engine.epoch == 2)
             assert engine.state == "ready" and not engine.gave_up.is_set()

@@ -32,7 +32,7 @@ class Run(NamedTuple):
       predicted: the prediction's document.
       loops: first part of the loop documents' names, before the system.
       points: by system, the last parts of their names.
-      other_users: likewise, for another seed than 0, which the points and the prediction use.
+      other_users: the same for runs with another seed; `points` and the prediction use seed 0.
     """
 
     title: str
@@ -73,16 +73,16 @@ RUNS = (
 def _findings(settings: Settings, measured: list[Measured]) -> Findings:
     rows, panels, results = [], [], {}
     for run in RUNS:
-        documents, of_others = _names(run.loops, run.points), _names(run.loops, run.other_users)
-        found, found_of_others = _measured(documents), _measured(of_others)
+        documents, other_documents = _names(run.loops, run.points), _names(run.loops, run.other_users)
+        loops, other_loops = _measured(documents), _measured(other_documents)
         predicted = committed_document(run.predicted)["results"]["systems"]
-        curves = {f"{label}, measured": points for label, points in found.items()}
-        curves |= {f"{label}, other users": points for label, points in found_of_others.items()}
+        curves = {f"{label}, measured": points for label, points in loops.items()}
+        curves |= {f"{label}, other users": points for label, points in other_loops.items()}
         rows += [
             [run.title, name, f"{x:.2f}", f"{y:.1f}"] for name, points in curves.items() for x, y in points
         ]
         forecasts = {
-            f"{_LABELS[name]}, predicted": [at for at in _curve(points) if at[1] <= _MAX_MS]
+            f"{_LABELS[name]}, predicted": [point for point in _curve(points) if point[1] <= _MAX_MS]
             for name, points in predicted.items()
         }
         panels.append(
@@ -102,9 +102,9 @@ def _findings(settings: Settings, measured: list[Measured]) -> Findings:
             )
         )
         results[run.title] = {
-            "measured": found,
-            "of_other_users": found_of_others,
-            "documents": [*documents, *of_others],
+            "measured": loops,
+            "of_other_users": other_loops,
+            "documents": [*documents, *other_documents],
             "prediction": run.predicted,
         }
     return Findings(

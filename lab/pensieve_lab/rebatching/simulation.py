@@ -34,7 +34,7 @@ class SimulatedQuery(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """Length of the reply, which nothing else ends."""
+        """Length of the reply; no token ends it earlier."""
         ...
 
     @property
@@ -136,8 +136,8 @@ def simulate(
       ContextLengthError: a query is too long for the ring.
     """
     ring_shapes = RingShapes(config, costs.token_bytes, max_positions)
-    most = min(ring_shapes.max_context_tokens, max_positions)
-    waiting = [_query(index, one, most) for index, one in enumerate(queries)]
+    max_context_tokens = min(ring_shapes.max_context_tokens, max_positions)
+    waiting = [_query(index, one, max_context_tokens) for index, one in enumerate(queries)]
     arrival_s = [float(one.arrival_s) for one in queries]
     clock = VirtualClock()
     runner = VirtualRunner(costs, clock, config.max_batch)
@@ -155,24 +155,24 @@ def simulate(
         for query in loop.step():
             end_s[query.serial] = clock.now()
             num_ended += 1
-        assert runner.num_calls > num_calls, "nothing runs, so time stands still"
+        assert runner.num_calls > num_calls, "no program ran, so the clock cannot advance"
     first_s = np.array([runner.first_s[index] for index in range(len(waiting))])
     series = recorder.series() if recorder else None
     return RebatchingResult(np.array(arrival_s), first_s, end_s, series, loop.metrics, runner.device_s)
 
 
-def _query(serial: int, asked: SimulatedQuery, max_context_tokens: int) -> Query:
-    """Make a query with zeros as ids, which only its length ends."""
-    num_tokens = asked.prompt_tokens + asked.output_tokens
+def _query(serial: int, simulated: SimulatedQuery, max_context_tokens: int) -> Query:
+    """Return a query that ends at its length only; its ids are zeros."""
+    num_tokens = simulated.prompt_tokens + simulated.output_tokens
     if num_tokens > max_context_tokens:
         limit = f"at most {max_context_tokens}, prompt and reply"
         raise ContextLengthError(f"queries[{serial}]", f"{num_tokens} tokens", limit)
     return Query(
         serial,
-        [0] * asked.prompt_tokens,
-        SamplingParams(max_tokens=asked.output_tokens, ignore_eos=True),
+        [0] * simulated.prompt_tokens,
+        SamplingParams(max_tokens=simulated.output_tokens, ignore_eos=True),
         seed=0,
-        priority=asked.priority,
+        priority=simulated.priority,
         ending_ids=(),
         max_context_tokens=max_context_tokens,
         tokenizer=None,

@@ -82,14 +82,14 @@ class ResolvedContext:
     index: TurnIndex
 
     @property
-    def found_tokens(self) -> int:
+    def parent_tokens(self) -> int:
         """Number of context tokens in the parent's path."""
         return 0 if self.parent is None else self.parent.num_tokens
 
     @property
     def num_context_tokens(self) -> int:
         """Number of tokens of the parent's path and the prompt."""
-        return self.found_tokens + len(self.prompt_token_ids)
+        return self.parent_tokens + len(self.prompt_token_ids)
 
     def spec(self, params: SamplingParams, attachment: object = None) -> TurnSpec:
         """Return the turn to submit to the engine, which commits `attachment` with it."""
@@ -215,7 +215,7 @@ class Resolver:
             check_messages(messages)
         messages = self.with_known_roles(messages)
         chains = chains_of(root_chain(owner, self._fingerprint, self._template), messages)
-        beginning = b"" if durable or not self._is_routed else chains[_first_said(messages)]
+        beginning = b"" if durable or not self._is_routed else chains[_first_user_position(messages)]
         new = _NewTurn(owner, chains[-1], durable, epoch, token_limit, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
@@ -385,7 +385,7 @@ def _earlier(turn: PastTurn) -> EarlierTurn:
     return EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
 
 
-def _first_said(messages: Sequence[Message]) -> int:
+def _first_user_position(messages: Sequence[Message]) -> int:
     """Return the position of the first user message, or of the last message without one."""
     users = (index for index, message in enumerate(messages) if message["role"] == "user")
     return next(users, len(messages) - 1)

@@ -50,7 +50,7 @@ class FakeSource:
 
 
 @dataclass
-class Told:
+class ExpectedTurn:
     """The scenario's own record of a turn: its whole path, as messages and as ids."""
 
     owner: str
@@ -59,12 +59,12 @@ class Told:
     token_ids: list[int]
     earlier: list[EarlierTurn]
     turn_id: str
-    parent: Told | None
+    parent: ExpectedTurn | None
     epoch: int
 
     @property
-    def said(self) -> list[tuple[str, str]]:
-        return said(self.messages)
+    def roles_and_texts(self) -> list[tuple[str, str]]:
+        return roles_and_texts(self.messages)
 
 
 def user(text: str) -> dict:
@@ -75,7 +75,7 @@ def assistant(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
-def said(messages: list[dict]) -> list[tuple[str, str]]:
+def roles_and_texts(messages: list[dict]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"].rstrip()) for message in messages]
 
 
@@ -91,7 +91,7 @@ class Scenario:
 
     seed: int
     max_bytes: int = 256 << 20
-    told: list[Told] = field(default_factory=list)
+    turns: list[ExpectedTurn] = field(default_factory=list)
     num_found: int = 0
 
     def __post_init__(self) -> None:
@@ -119,11 +119,11 @@ class Scenario:
     def context(self, owner: str) -> list[dict]:
         """Return what a client sends: the history of some turn, perhaps edited or cut, and a new message."""
         draw = self.random.random()
-        if not self.told or draw < 0.15:
+        if not self.turns or draw < 0.15:
             context = [{"role": "system", "content": self.text()}] if self.random.random() < 0.5 else []
         else:
-            told = self.random.choice(self.told)  # may belong to the other owner: it must not be found
-            context = [dict(message) for message in told.messages]
+            turn = self.random.choice(self.turns)  # may belong to the other owner: it must not be found
+            context = [dict(message) for message in turn.messages]
             if draw < 0.3:
                 self.random.choice(context)["content"] = self.text()
             elif draw < 0.4:
@@ -138,19 +138,19 @@ class Scenario:
                 message["content"] += self.random.choice((" ", "\n", ""))
         return [*context, {"role": "user", "content": self.text()}]
 
-    def expected(self, owner: str, context: list[dict], durable: bool) -> list[Told]:
+    def expected(self, owner: str, context: list[dict], durable: bool) -> list[ExpectedTurn]:
         """Return the turns that may be continued: those whose path is the longest prefix of the context."""
-        words = said(context)
+        words = roles_and_texts(context)
         alive = [
-            told
-            for told in self.told
-            if told.owner == owner
-            and (told.durable or (told.epoch == self.epoch and not durable))
-            and len(told.messages) < len(context)
-            and told.said == words[: len(told.messages)]
+            turn
+            for turn in self.turns
+            if turn.owner == owner
+            and (turn.durable or (turn.epoch == self.epoch and not durable))
+            and len(turn.messages) < len(context)
+            and turn.roles_and_texts == words[: len(turn.messages)]
         ]
-        longest = max((len(told.messages) for told in alive), default=0)
-        return [told for told in alive if len(told.messages) == longest]
+        longest = max((len(turn.messages) for turn in alive), default=0)
+        return [turn for turn in alive if len(turn.messages) == longest]
 
     def check(self, resolved: ResolvedContext, owner: str, context: list[dict], durable: bool) -> None:
         matches = self.expected(owner, context, durable)
@@ -160,15 +160,15 @@ class Scenario:
         if not matches:
             assert parent_id is None
             assert resolved.prompt_token_ids == self.format.turn_token_ids([], context)
-            assert resolved.found_tokens == 0
+            assert resolved.parent_tokens == 0
             return
-        by_id = {told.turn_id: told for told in matches}
+        by_id = {turn.turn_id: turn for turn in matches}
         assert parent_id in by_id, f"{parent_id} is none of {list(by_id)}"
-        told = by_id[parent_id]
+        turn = by_id[parent_id]
         self.num_found += 1
-        new = context[len(told.messages) :]
-        assert resolved.found_tokens == len(told.token_ids)
-        assert resolved.prompt_token_ids == self.format.turn_token_ids(told.earlier, new)
+        new = context[len(turn.messages) :]
+        assert resolved.parent_tokens == len(turn.token_ids)
+        assert resolved.prompt_token_ids == self.format.turn_token_ids(turn.earlier, new)
 
     def commit(self, resolved: ResolvedContext, context: list[dict]) -> None:
         ids = [self.random.randrange(20, self.tokenizer.vocab_size) for _ in range(self.random.randint(1, 4))]
@@ -179,11 +179,11 @@ class Scenario:
         assert list(turn.output_token_ids) == ids
         if turn.durable:
             self.source.turns.append(turn)
-        parent = next((told for told in self.told if told.turn_id == resolved.node.parent_id), None)
+        parent = next((turn for turn in self.turns if turn.turn_id == resolved.node.parent_id), None)
         new = context if parent is None else context[len(parent.messages) :]
         before = [] if parent is None else parent.messages
-        self.told.append(
-            Told(
+        self.turns.append(
+            ExpectedTurn(
                 owner=resolved.node.owner,
                 durable=turn.durable,
                 messages=[*before, *new, {"role": "assistant", "content": text}],
@@ -197,6 +197,6 @@ class Scenario:
         # The turn's record agrees with the model's: no id was changed on the way.
         path = self.index.path(turn)
         assert [list(each.output_token_ids) for each in path] == [
-            list(each.output_token_ids) for each in self.told[-1].earlier
+            list(each.output_token_ids) for each in self.turns[-1].earlier
         ]
-        assert turn.num_tokens == len(self.told[-1].token_ids)
+        assert turn.num_tokens == len(self.turns[-1].token_ids)

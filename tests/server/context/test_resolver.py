@@ -393,7 +393,7 @@ def spoken(*roles: str, size: int = 10) -> list[dict[str, str]]:
     [(("user",), 0), (("system", "user", "user"), 1), (("assistant", "user"), 1), (("system", "tool"), 1)],
 )
 def test_the_first_user_message_is_found(roles, position):
-    assert resolver._first_said(spoken(*roles)) == position
+    assert resolver._first_user_position(spoken(*roles)) == position
 
 
 @pytest.mark.parametrize(

@@ -98,20 +98,20 @@ class ThreadHandle:
                 self._loop.call_soon_threadsafe(self._ended.set)
 
 
-class FakeLives:
+class FakeEngines:
     """Starts engines in threads, each with its own harness over one shared history file, if any."""
 
     def __init__(self, path: Path | None = None, **config: Any) -> None:
         self.path = path
         self.config = config
         self.harnesses: list[Harness] = []
-        self.lives: list[ThreadHandle] = []
+        self.handles: list[ThreadHandle] = []
         self.prepare: Callable[[Harness], None] = lambda harness: None
 
     async def begin(self) -> EngineHandle:
-        life = ThreadHandle(self._make)
-        self.lives.append(life)
-        return life
+        handle = ThreadHandle(self._make)
+        self.handles.append(handle)
+        return handle
 
     @property
     def harness(self) -> Harness:
@@ -125,7 +125,7 @@ class FakeLives:
         return harness.engine, TOKENIZER, info_of(harness, str(self.path or ""))
 
 
-class ScriptedLife:
+class ScriptedHandle:
     """An engine handle that sends one message, then neither writes nor reads; it ends when it is killed."""
 
     def __init__(
@@ -159,10 +159,10 @@ class ScriptedLife:
 
 
 @contextlib.asynccontextmanager
-async def fake_engine(lives: FakeLives | None = None, **config: Any) -> AsyncIterator[AsyncEngine]:
+async def fake_engine(engines: FakeEngines | None = None, **config: Any) -> AsyncIterator[AsyncEngine]:
     """Yield an engine that is ready."""
-    lives = lives or FakeLives(**config)
-    async with AsyncEngine(lives.begin, restarts=RestartPolicy(first_delay_s=0.0)) as engine:
+    engines = engines or FakeEngines(**config)
+    async with AsyncEngine(engines.begin, restarts=RestartPolicy(first_delay_s=0.0)) as engine:
         yield engine
 
 

@@ -17,7 +17,7 @@ from pensieve_jax import (
     SamplingParams,
 )
 from pensieve_jax.server.engine_process import calls
-from tests.server.engine_process.fakes import FakeLives, expected, fake_engine, run, spec
+from tests.server.engine_process.fakes import FakeEngines, expected, fake_engine, run, spec
 
 PARAMS = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
 NO_IDS = (42, b"ada", ["ada"], {}, 1.5, "", "\ud800", "a\0b")
@@ -71,9 +71,9 @@ def test_calls_with_wrong_types_are_refused_and_the_engine_keeps_running() -> No
 
 def test_numpy_numbers_are_accepted_as_in_the_library() -> None:
     async def work() -> None:
-        lives = FakeLives()
-        async with fake_engine(lives) as engine:
-            wanted = expected(lives.harness, spec([5, 6], max_tokens=4))
+        engines = FakeEngines()
+        async with fake_engine(engines) as engine:
+            wanted = expected(engines.harness, spec([5, 6], max_tokens=4))
             kinds = ([np.int32(5), np.int64(6)], np.array([5, 6], np.uint8), (5, np.int16(6)), range(5, 7))
             for ids in kinds:
                 assert (await engine.submit(ids, PARAMS).result()).token_ids == wanted

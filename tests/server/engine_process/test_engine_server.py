@@ -34,7 +34,7 @@ from tests.server.engine_process.fakes import (
     TIMEOUT_S,
     TOKENIZER,
     Brake,
-    FakeLives,
+    FakeEngines,
     expected,
     fake_engine,
     run,
@@ -45,19 +45,19 @@ from tests.server.engine_process.fakes import (
 
 def test_a_turn_returns_what_the_engine_computes() -> None:
     async def work() -> None:
-        lives = FakeLives()
-        async with fake_engine(lives) as engine:
+        engines = FakeEngines()
+        async with fake_engine(engines) as engine:
             assert engine.state == "ready" and engine.epoch == 1 and engine.info.model_name == "fake"
             turn = engine.submit(spec([5, 6, 7], conversation_id="a"))
             await turn.accepted()
             deltas = [delta async for delta in turn]
             output = await turn.result()
             assert output == turn.output and turn.usage == output.usage
-            assert output.token_ids == expected(lives.harness, spec([5, 6, 7]))
+            assert output.token_ids == expected(engines.harness, spec([5, 6, 7]))
             assert sum((delta.token_ids for delta in deltas), ()) == output.token_ids
             assert "".join(delta.text for delta in deltas) == output.text
             again = await engine.submit(spec([8], conversation_id="a")).result()
-            assert again.token_ids == expected(lives.harness, spec([8]), (5, 6, 7, *output.token_ids))
+            assert again.token_ids == expected(engines.harness, spec([8]), (5, 6, 7, *output.token_ids))
             assert again.usage.reused_gpu_tokens > 0
         assert engine.state == "dead"
         with pytest.raises(EngineClosedError):
@@ -83,12 +83,12 @@ def test_every_counter_that_metrics_show_is_reported_and_increases() -> None:
 
 def test_text_and_messages_are_encoded_in_the_engine_process() -> None:
     async def work() -> None:
-        lives = FakeLives()
+        engines = FakeEngines()
         params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
-        async with fake_engine(lives) as engine:
+        async with fake_engine(engines) as engine:
             output = await engine.submit("hello", params, conversation_id="a").result()
             ids = TOKENIZER.encode("hello", add_bos=True)
-            assert output.token_ids == expected(lives.harness, spec(ids, max_tokens=4))
+            assert output.token_ids == expected(engines.harness, spec(ids, max_tokens=4))
             chat = engine.submit([{"role": "user", "content": "hello"}], params, conversation_id="b")
             assert len((await chat.result()).token_ids) == 4
             with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.content|prompt\[0\]\.content"):
@@ -200,11 +200,11 @@ def test_a_cancelled_turn_leaves_no_trace() -> None:
 @pytest.mark.parametrize("how", ["break", "task", "del"])
 def test_a_dropped_turn_is_cancelled(how: str) -> None:
     brakes: list[Brake] = []
-    lives = FakeLives()
-    lives.prepare = lambda harness: brakes.append(Brake(harness, 10))
+    engines = FakeEngines()
+    engines.prepare = lambda harness: brakes.append(Brake(harness, 10))
 
     async def work() -> None:
-        async with fake_engine(lives) as engine:
+        async with fake_engine(engines) as engine:
             if how == "break":
                 async for _ in engine.submit(spec([5], max_tokens=400)):
                     break
@@ -284,8 +284,8 @@ def test_clients_that_disconnect_leave_nothing_behind(seed: int) -> None:
         return turn.output.token_ids if turn.output.finish_reason != "cancelled" else ()
 
     async def work() -> None:
-        lives = FakeLives(cpu_pages=8)
-        async with fake_engine(lives) as engine:
+        engines = FakeEngines(cpu_pages=8)
+        async with fake_engine(engines) as engine:
             before = await engine.call("census")
             tasks = [asyncio.create_task(client(engine, number)) for number in range(100)]
             for _ in range(30):
@@ -295,7 +295,7 @@ def test_clients_that_disconnect_leave_nothing_behind(seed: int) -> None:
             assert any(isinstance(one, tuple) and one for one in done)
             for number, ids in enumerate(done):
                 if isinstance(ids, tuple) and ids:
-                    assert ids == expected(lives.harness, spec([number + 1], max_tokens=len(ids)))
+                    assert ids == expected(engines.harness, spec([number + 1], max_tokens=len(ids)))
             del tasks, done
             gc.collect()
             while (await engine.call("stats"))["num_running"] or engine._connection._turns:
@@ -341,10 +341,10 @@ def test_after_the_error_of_an_engines_death_the_engine_is_not_ready() -> None:
     """It was still "ready", and `submit` itself raised EngineDiedError instead of the turn."""
 
     async def work() -> None:
-        lives = FakeLives()
-        lives.prepare = lambda harness: brakes.append(Brake(harness, 3))
+        engines = FakeEngines()
+        engines.prepare = lambda harness: brakes.append(Brake(harness, 3))
         brakes: list[Brake] = []
-        async with fake_engine(lives) as engine:
+        async with fake_engine(engines) as engine:
             turn = engine.submit(spec([5], max_tokens=1500))
             await turn.accepted()
             seen: list[object] = []
@@ -375,14 +375,14 @@ def test_after_the_error_of_an_engines_death_the_engine_is_not_ready() -> None:
 
 def test_the_engine_is_restarted_up_to_the_limit(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        lives = FakeLives()
-        async with fake_engine(lives) as engine:
+        engines = FakeEngines()
+        async with fake_engine(engines) as engine:
             for number in range(1, 7):
                 turn = engine.submit(spec([5], max_tokens=1500))
                 call = asyncio.ensure_future(engine.call("stats"))
                 await turn.accepted()
                 await call
-                lives.lives[-1].kill()
+                engines.handles[-1].kill()
                 with pytest.raises(EngineDiedError):
                     await turn.result()
                 await until(lambda n=number: engine.epoch == n + 1 or engine.state == "dead")
@@ -408,8 +408,8 @@ def test_an_unreadable_message_is_refused_to_its_sender_only() -> None:
     """The engine assumed that its front end was dead, and ended all turns."""
 
     async def work() -> None:
-        lives = FakeLives()
-        async with fake_engine(lives) as engine:
+        engines = FakeEngines()
+        async with fake_engine(engines) as engine:
             other = engine.submit(spec([5], max_tokens=300))
             await other.accepted()
             connection = engine._connection

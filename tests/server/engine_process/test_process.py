@@ -32,7 +32,7 @@ from tests.server.engine_process.fakes import TIMEOUT_S, until
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True, logprobs=1)
 
 
-class World:
+class EngineInProcess:
     """An engine in a process, its history, and the event loop that it runs on."""
 
     def __init__(self, history: Path, compilation_cache: str) -> None:
@@ -53,25 +53,25 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, compilation_cache: str) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("process") / "chats.sqlite", compilation_cache)
-    yield world
-    world.close()
+def process_engine(tmp_path_factory, compilation_cache: str) -> Iterator[EngineInProcess]:
+    process_engine = EngineInProcess(tmp_path_factory.mktemp("process") / "chats.sqlite", compilation_cache)
+    yield process_engine
+    process_engine.close()
 
 
-def test_turns_equal_the_librarys(world: World, llm: LLM) -> None:
+def test_turns_equal_the_librarys(process_engine: EngineInProcess, llm: LLM) -> None:
     prompts = ["Hello, I am Ada.", [5, 6, 7], [{"role": "user", "content": "Hi"}]]
     ids = [f"process-{number}" for number in range(3)]
 
     async def ask(again: bool) -> list:
         turns = [
-            world.engine.submit([9] if again else prompt, PARAMS, conversation_id=name)
+            process_engine.engine.submit([9] if again else prompt, PARAMS, conversation_id=name)
             for prompt, name in zip(prompts, ids, strict=True)
         ]
         return [await turn.result() for turn in turns]
 
     for again in (False, True):
-        ours = world.run(ask(again))
+        ours = process_engine.run(ask(again))
         theirs = llm.generate([[9]] * 3 if again else prompts, PARAMS, conversation_ids=ids)
         for mine, other in zip(ours, theirs, strict=True):
             assert (mine.token_ids, mine.text, mine.seed) == (other.token_ids, other.text, other.seed)
@@ -79,33 +79,37 @@ def test_turns_equal_the_librarys(world: World, llm: LLM) -> None:
             assert [one.token_id for one in mine.logprobs] == [one.token_id for one in other.logprobs]
 
 
-def test_the_engines_description_arrives(world: World, llm: LLM) -> None:
-    info = world.engine.info
+def test_the_engines_description_arrives(process_engine: EngineInProcess, llm: LLM) -> None:
+    info = process_engine.engine.info
     assert (info.model_name, info.source) == (front.MODEL, front.MODEL)
-    assert info.history == str(world.history) and info.limits == llm.engine.limits
+    assert info.history == str(process_engine.history) and info.limits == llm.engine.limits
     description = {**llm.describe(), "compilation_cache_dir": None}
     assert {**info.description, "compilation_cache_dir": None} == json.loads(json.dumps(description))
 
 
-def test_an_idle_engine_sends_heartbeats(world: World) -> None:
-    heard_s = world.engine._connection.last_heard_s
-    world.run(until(lambda: world.engine._connection.last_heard_s != heard_s))
-    assert world.engine.last_heard_s < TIMEOUT_S and world.engine.last_stats["num_steps"] > 0
+def test_an_idle_engine_sends_heartbeats(process_engine: EngineInProcess) -> None:
+    heard_s = process_engine.engine._connection.last_heard_s
+    process_engine.run(until(lambda: process_engine.engine._connection.last_heard_s != heard_s))
+    assert (
+        process_engine.engine.last_heard_s < TIMEOUT_S and process_engine.engine.last_stats["num_steps"] > 0
+    )
 
 
-def test_the_engine_process_ignores_ctrl_c_and_sigterm(world: World) -> None:
-    process = world.engine._handle.process
+def test_the_engine_process_ignores_ctrl_c_and_sigterm(process_engine: EngineInProcess) -> None:
+    process = process_engine.engine._handle.process
     assert os.getpgid(process.pid) != os.getpgid(0)
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)
-    output = world.run(world.engine.submit([5], PARAMS).result())
+    output = process_engine.run(process_engine.engine.submit([5], PARAMS).result())
     assert len(output.token_ids) == 12
 
 
 @pytest.mark.long
-def test_a_killed_engine_is_restarted_and_continues_from_the_history(world: World, llm: LLM) -> None:
+def test_a_killed_engine_is_restarted_and_continues_from_the_history(
+    process_engine: EngineInProcess, llm: LLM
+) -> None:
     async def work() -> None:
-        engine = world.engine
+        engine = process_engine.engine
         first = await engine.submit([5, 6], PARAMS, conversation_id="killed").result()
         running = engine.submit([7] * 3, SamplingParams(max_tokens=500, ignore_eos=True), conversation_id="b")
         queued = engine.submit([7], PARAMS, conversation_id="c")
@@ -125,17 +129,19 @@ def test_a_killed_engine_is_restarted_and_continues_from_the_history(world: Worl
         ]
         assert [first.token_ids, second.token_ids] == [one.token_ids for one in expected]
 
-    world.run(work())
+    process_engine.run(work())
 
 
 @pytest.mark.long
-def test_a_refused_start_gives_the_reason(world: World, tmp_path: Path, compilation_cache: str) -> None:
+def test_a_refused_start_gives_the_reason(
+    process_engine: EngineInProcess, tmp_path: Path, compilation_cache: str
+) -> None:
     config = front.config(compilation_cache)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Nothing"], "model_type": "nothing"}))
     refused: list[tuple[type[Exception], dict]] = [
         (ConfigError, {"model": "/no/such/directory"}),
         (UnsupportedModelError, {"model": str(tmp_path)}),
-        (HistoryLockedError, {"model": front.MODEL, "history": world.history}),
+        (HistoryLockedError, {"model": front.MODEL, "history": process_engine.history}),
     ]
 
     async def start(arguments: dict) -> None:
@@ -145,7 +151,7 @@ def test_a_refused_start_gives_the_reason(world: World, tmp_path: Path, compilat
     async def start_all() -> list:
         return await asyncio.gather(*(start(arguments) for _, arguments in refused), return_exceptions=True)
 
-    for error, (kind, _) in zip(world.run(start_all()), refused, strict=True):
+    for error, (kind, _) in zip(process_engine.run(start_all()), refused, strict=True):
         assert type(error) is kind and str(error)
 
 

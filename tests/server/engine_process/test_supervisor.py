@@ -25,8 +25,8 @@ from pensieve_jax.server.engine_process.spawn import EngineHandle
 from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,
-    FakeLives,
-    ScriptedLife,
+    FakeEngines,
+    ScriptedHandle,
     fake_engine,
     run,
     spec,
@@ -37,7 +37,7 @@ from tests.server.fakes import FakeEngine
 TOO_MANY_FILES = OSError(errno.EMFILE, "Too many open files")
 
 
-class FailingLives(FakeLives):
+class FailingEngines(FakeEngines):
     """Starts that raise or report the entries of `errors`, in order; None starts an engine."""
 
     def __init__(self, *errors: Exception | Failed | None) -> None:
@@ -49,7 +49,7 @@ class FailingLives(FakeLives):
         self.num_tried += 1
         error = self.errors.pop(0) if self.errors else None
         if isinstance(error, Failed):
-            return ScriptedLife(error, has_ended=True)
+            return ScriptedHandle(error, has_ended=True)
         if error is not None:
             raise error
         return await super().begin()
@@ -62,11 +62,11 @@ def refused(error: Exception) -> Failed:
 
 def test_a_start_that_the_system_refuses_is_retried(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        lives = FailingLives(None, TOO_MANY_FILES, TOO_MANY_FILES)
-        async with fake_engine(lives) as engine:
-            lives.lives[-1].kill()
+        engines = FailingEngines(None, TOO_MANY_FILES, TOO_MANY_FILES)
+        async with fake_engine(engines) as engine:
+            engines.handles[-1].kill()
             await until(lambda: engine.epoch == 2)
-            assert engine.state == "ready" and not engine.gave_up.is_set() and lives.num_tried == 4
+            assert engine.state == "ready" and not engine.gave_up.is_set() and engines.num_tried == 4
             assert (await engine.submit(spec([5])).result()).finish_reason == "length"
 
     run(work())
@@ -75,20 +75,20 @@ def test_a_start_that_the_system_refuses_is_retried(caplog: pytest.LogCaptureFix
 
 def test_a_system_that_refuses_every_start_ends_the_server() -> None:
     async def work() -> None:
-        lives = FailingLives(None, *[TOO_MANY_FILES] * RestartPolicy().max_restarts)
-        async with fake_engine(lives) as engine:
-            lives.lives[-1].kill()
+        engines = FailingEngines(None, *[TOO_MANY_FILES] * RestartPolicy().max_restarts)
+        async with fake_engine(engines) as engine:
+            engines.handles[-1].kill()
             await engine.gave_up.wait()
-            assert engine.state == "dead" and lives.num_tried == 1 + RestartPolicy().max_restarts
+            assert engine.state == "dead" and engines.num_tried == 1 + RestartPolicy().max_restarts
 
     run(work())
 
 
 def test_an_unexpected_error_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        lives = FailingLives(None, RuntimeError("unexpected"))
-        async with fake_engine(lives) as engine:
-            lives.lives[-1].kill()
+        engines = FailingEngines(None, RuntimeError("unexpected"))
+        async with fake_engine(engines) as engine:
+            engines.handles[-1].kill()
             await engine.gave_up.wait()
             assert engine.state == "dead"
 
@@ -104,11 +104,11 @@ def test_an_engine_whose_history_is_gone_is_not_restarted(
     """A damaged file is moved. The next start would create an empty one, which the front end never reads."""
 
     async def work() -> None:
-        lives = FailingLives(None, refused(kind("The history is damaged.")))
-        async with fake_engine(lives) as engine:
-            lives.lives[-1].kill()
+        engines = FailingEngines(None, refused(kind("The history is damaged.")))
+        async with fake_engine(engines) as engine:
+            engines.handles[-1].kill()
             await until(lambda: engine.gave_up.is_set() or engine.epoch == 2)
-            assert (engine.state, engine.epoch, lives.num_tried) == ("dead", 1, 2)
+            assert (engine.state, engine.epoch, engines.num_tried) == ("dead", 1, 2)
             assert engine.is_damaged
 
     run(work())
@@ -119,18 +119,18 @@ def test_only_the_first_start_creates_a_history() -> None:
     """A later start would create a new file, which the front end, with the old one open, never reads."""
 
     async def work() -> None:
-        lives: list[ScriptedLife] = []
+        handles: list[ScriptedHandle] = []
 
         async def begin() -> EngineHandle:
             greeting = Start("fake", "auto", "/a/path", "normal", EngineConfig(), False)
-            lives.append(ScriptedLife(Ready(FakeEngine().info), greeting=greeting))
-            return lives[-1]
+            handles.append(ScriptedHandle(Ready(FakeEngine().info), greeting=greeting))
+            return handles[-1]
 
         async with AsyncEngine(begin, patience_s=0.01) as engine:
-            assert lives[0].heard().may_make_history
-            lives[0].kill()
+            assert handles[0].heard().may_make_history
+            handles[0].kill()
             await until(lambda: engine.epoch == 2)
-            assert not lives[1].heard().may_make_history
+            assert not handles[1].heard().may_make_history
 
     run(work())
 
@@ -140,15 +140,15 @@ def test_only_the_first_start_creates_a_history() -> None:
 )
 def test_temporary_errors_are_retried(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        lives = FailingLives(None, refused(error), refused(error))
-        async with fake_engine(lives) as engine:
-            lives.lives[-1].kill()
+        engines = FailingEngines(None, refused(error), refused(error))
+        async with fake_engine(engines) as engine:
+            engines.handles[-1].kill()
             await until(lambda: engine.epoch == 2)
             assert (
                 engine.state == "ready"
                 and not engine.is_damaged
                 and not engine.gave_up.is_set()
-                and lives.num_tried == 4
+                and engines.num_tried == 4
             )
 
     with caplog.at_level("INFO"):
@@ -158,7 +158,7 @@ def test_temporary_errors_are_retried(error: Exception, caplog: pytest.LogCaptur
 
 def test_a_first_start_that_the_system_refuses_gives_the_reason() -> None:
     async def work() -> None:
-        engine = AsyncEngine(FailingLives(TOO_MANY_FILES).begin)
+        engine = AsyncEngine(FailingEngines(TOO_MANY_FILES).begin)
         with pytest.raises(EngineDiedError, match="Too many open files"):
             await engine.open()
         assert engine.state == "dead"
@@ -170,23 +170,23 @@ def test_a_first_start_that_the_system_refuses_gives_the_reason() -> None:
 def test_an_engine_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Its process would otherwise hold the device without use."""
 
-    class Unreachable(FakeLives):
+    class Unreachable(FakeEngines):
         async def begin(self) -> EngineHandle:
-            life = await super().begin()
-            if len(self.lives) == (1 if is_first else 2):
-                life.front.close()
-            return life
+            handle = await super().begin()
+            if len(self.handles) == (1 if is_first else 2):
+                handle.front.close()
+            return handle
 
     async def work() -> None:
-        lives = Unreachable()
+        engines = Unreachable()
         if is_first:
             with pytest.raises(EngineDiedError, match="Bad file descriptor"):
-                await AsyncEngine(lives.begin).open()
+                await AsyncEngine(engines.begin).open()
         else:
-            async with fake_engine(lives) as engine:
-                lives.lives[-1].kill()
+            async with fake_engine(engines) as engine:
+                engines.handles[-1].kill()
                 await until(lambda: engine.epoch == 2)
-        assert all(life._ended.is_set() for life in lives.lives)
+        assert all(handle._ended.is_set() for handle in engines.handles)
 
     run(work())
 
@@ -196,21 +196,21 @@ def test_an_engine_that_cannot_be_reached_is_ended(is_first: bool, caplog: pytes
 def test_a_shutdown_request_ends_an_engine_that_is_being_restarted(
     how: str, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Lives(FakeLives):
+    class SlowEngines(FakeEngines):
         async def begin(self) -> EngineHandle:
             if moment == "before it is ready":
-                life = await super().begin()
-            if len(self.lives) + (moment == "before it begins") > 1:
+                handle = await super().begin()
+            if len(self.handles) + (moment == "before it begins") > 1:
                 begins.set()
                 await may_begin.wait()
-            return life if moment == "before it is ready" else await super().begin()
+            return handle if moment == "before it is ready" else await super().begin()
 
     begins, may_begin = asyncio.Event(), asyncio.Event()
 
     async def work() -> None:
-        lives = Lives()
-        async with fake_engine(lives) as engine:
-            lives.lives[-1].kill()
+        engines = SlowEngines()
+        async with fake_engine(engines) as engine:
+            engines.handles[-1].kill()
             await begins.wait()
             if how == "drain":
                 await engine.drain(0.0)
@@ -222,7 +222,7 @@ def test_a_shutdown_request_ends_an_engine_that_is_being_restarted(
             await engine._watch
             assert (engine.state, engine.epoch) == ("dead", 1)
             assert not engine.gave_up.is_set()
-            assert len(lives.lives) == 2 and all(life._ended.is_set() for life in lives.lives)
+            assert len(engines.handles) == 2 and all(handle._ended.is_set() for handle in engines.handles)
             with pytest.raises(EngineClosedError, match="dead"):
                 engine.submit(spec([5]))
 
@@ -231,14 +231,14 @@ def test_a_shutdown_request_ends_an_engine_that_is_being_restarted(
 
 def test_a_drain_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
-        lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
+        engines, steps, may_go_on = FakeEngines(), threading.Event(), threading.Event()
 
         def stick(output: object) -> None:
             steps.set()
             may_go_on.wait(TIMEOUT_S)
 
-        lives.prepare = lambda harness: setattr(harness, "on_step", stick)
-        engine = AsyncEngine(lives.begin, patience_s=0.01)
+        engines.prepare = lambda harness: setattr(harness, "on_step", stick)
+        engine = AsyncEngine(engines.begin, patience_s=0.01)
         await engine.open()
         turn = engine.submit(spec([5], max_tokens=1500))
         await until(steps.is_set)
@@ -257,14 +257,14 @@ def test_a_drain_does_not_wait_for_a_stuck_engine(caplog: pytest.LogCaptureFixtu
 
 def test_cancelling_on_a_stuck_engine_does_not_wait() -> None:
     async def work() -> None:
-        lives, steps, may_go_on = FakeLives(), threading.Event(), threading.Event()
+        engines, steps, may_go_on = FakeEngines(), threading.Event(), threading.Event()
 
         def stick(output: object) -> None:
             steps.set()
             may_go_on.wait(TIMEOUT_S)
 
-        lives.prepare = lambda harness: setattr(harness, "on_step", stick)
-        async with AsyncEngine(lives.begin, answer_s=0.01) as engine:
+        engines.prepare = lambda harness: setattr(harness, "on_step", stick)
+        async with AsyncEngine(engines.begin, answer_s=0.01) as engine:
             turn = engine.submit(spec([5]))
             await until(steps.is_set)
             change = DeleteConversation(owner="", conversation_id="c")
@@ -283,15 +283,15 @@ def test_cancelling_on_a_stuck_engine_does_not_wait() -> None:
 
 def test_a_shutdown_request_between_two_starts_prevents_the_second() -> None:
     async def work() -> None:
-        lives = FailingLives(None, TOO_MANY_FILES)
+        engines = FailingEngines(None, TOO_MANY_FILES)
         restarts = RestartPolicy(first_delay_s=0.01)
-        async with AsyncEngine(lives.begin, restarts=restarts) as engine:
-            lives.lives[-1].kill()
-            await until(lambda: lives.num_tried == 2)
+        async with AsyncEngine(engines.begin, restarts=restarts) as engine:
+            engines.handles[-1].kill()
+            await until(lambda: engines.num_tried == 2)
             await engine.drain(0.0)
             assert engine._watch is not None
             await engine._watch
-            assert engine.state == "dead" and lives.num_tried == 2 and not engine.gave_up.is_set()
+            assert engine.state == "dead" and engines.num_tried == 2 and not engine.gave_up.is_set()
 
     run(work())
 
@@ -303,10 +303,10 @@ def test_an_engine_that_reads_nothing_does_not_keep_the_server_from_ending(
     """Closing a socket with unsent bytes leaves it open."""
 
     async def work() -> None:
-        life = ScriptedLife(Ready(FakeEngine().info))
+        handle = ScriptedHandle(Ready(FakeEngine().info))
 
         async def begin() -> EngineHandle:
-            return life
+            return handle
 
         engine = AsyncEngine(begin, patience_s=0.01, answer_s=0.01)
         await engine.open()
@@ -318,7 +318,7 @@ def test_an_engine_that_reads_nothing_does_not_keep_the_server_from_ending(
         await engine.drain(1.0)
         async with asyncio.timeout(TIMEOUT_S / 10):
             await engine.close()
-        assert life.killed.is_set() and engine.state == "dead" and not engine.gave_up.is_set()
+        assert handle.killed.is_set() and engine.state == "dead" and not engine.gave_up.is_set()
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(work())
@@ -329,15 +329,15 @@ def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixtu
     """A process may hang after its socket closed, and would keep device memory and the history's lock."""
 
     async def work() -> None:
-        life = ScriptedLife(Ready(FakeEngine().info))
+        handle = ScriptedHandle(Ready(FakeEngine().info))
 
         async def begin() -> EngineHandle:
-            return life
+            return handle
 
         is_patient = how != "closed"
         engine = AsyncEngine(begin, patience_s=TIMEOUT_S if is_patient else 0.01)
         await engine.open()
-        life.hang()
+        handle.hang()
         await until(lambda: engine.state == "starting")  # the supervisor waits for its end
         closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
@@ -346,6 +346,6 @@ def test_no_process_outlives_the_server(how: str, caplog: pytest.LogCaptureFixtu
         elif is_patient:
             closing.cancel()
         await asyncio.wait([closing])
-        assert life.killed.is_set() and engine.state == "dead"
+        assert handle.killed.is_set() and engine.state == "dead"
 
     run(work())

@@ -31,7 +31,7 @@ from tests.server.faults.worker import FORKS
 spawn._WORKER = "tests.server.faults.worker"
 
 
-class Nursery:
+class ForkServer:
     """A process that has imported everything, and forks an engine process for each socket that it receives.
 
     It is forked before the front end opens the history: SQLite does not survive a fork.
@@ -42,17 +42,17 @@ class Nursery:
         front = os.getpid()
         if not os.fork():
             self._ours.close()
-            _bear(theirs, front)
+            _fork_engines(theirs, front)
         theirs.close()
 
     async def begin(self, greeting: Start) -> spawn.EngineHandle:
         front, engine = socket.socketpair()
         socket.send_fds(self._ours, [b"another"], [engine.fileno()])
         engine.close()
-        return NurseryLife(greeting, front, int(self._ours.recv(32)))
+        return ForkedEngine(greeting, front, int(self._ours.recv(32)))
 
 
-def _bear(socket_: socket.socket, front: int) -> NoReturn:
+def _fork_engines(socket_: socket.socket, front: int) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for them
     while True:
         message, descriptors, *_ = socket.recv_fds(socket_, 32, 1)
@@ -61,12 +61,12 @@ def _bear(socket_: socket.socket, front: int) -> NoReturn:
         pid = os.fork()
         if not pid:
             worker.front_pid = front
-            _be_the_engine(descriptors[0])
+            _run_engine(descriptors[0])
         os.close(descriptors[0])
         socket_.send(str(pid).encode())
 
 
-def _be_the_engine(descriptor: int) -> NoReturn:
+def _run_engine(descriptor: int) -> NoReturn:
     os.setsid()
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, 4096)
@@ -79,8 +79,8 @@ def _be_the_engine(descriptor: int) -> NoReturn:
     os._exit(status)
 
 
-class NurseryLife:
-    """Handle of an engine that the nursery forked."""
+class ForkedEngine:
+    """Handle of an engine that the fork server forked."""
 
     def __init__(self, greeting: Start, front: socket.socket, pid: int) -> None:
         self.greeting: Start | None = greeting
@@ -107,7 +107,7 @@ def main(history: str, port: str, keys_file: str | None = None) -> int:
     greeting = Start("fake", "auto", str(Path(history).absolute()), "normal", EngineConfig(), False)
     settings = ServerSettings(api_keys_file=keys_file, max_in_flight_per_key=1000)
     keys = ApiKeys(keys_file)
-    begin = Nursery().begin if FORKS in os.environ else spawn.ProcessHandle.begin
+    begin = ForkServer().begin if FORKS in os.environ else spawn.ProcessHandle.begin
     return serve(
         lambda: AsyncEngine(
             functools.partial(begin, greeting),

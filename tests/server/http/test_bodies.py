@@ -20,7 +20,7 @@ class Whole(Body):
     name: str = ""
 
 
-def told(body: bytes) -> ApiError:
+def error_of(body: bytes) -> ApiError:
     with pytest.raises(ApiError) as caught:
         decode_body(body, Whole)
     assert caught.value.status == 400
@@ -45,7 +45,7 @@ def told(body: bytes) -> ApiError:
     ],
 )
 def test_a_lone_surrogate_is_named_with_its_field(body, param):
-    error = told(body)
+    error = error_of(body)
     assert (error.code, error.param) == ("invalid_value", param)
     assert "lone surrogate" in error.message and (param or "The body") in error.message
     assert len(error.message) < 200
@@ -65,7 +65,7 @@ def test_a_lone_surrogate_is_named_with_its_field(body, param):
     ids=lambda body: str(body[:30]),
 )
 def test_invalid_json_is_reported_as_such(body):
-    error = told(body)
+    error = error_of(body)
     assert (error.code, error.param) == ("invalid_json", None)
 
 
@@ -158,7 +158,7 @@ def test_lists_of_objects_have_a_limit():
 
 
 @pytest.mark.parametrize(
-    ("why", "taken", "message"),
+    ("why", "accepted", "message"),
     [
         ("", (), "x is not supported by this server; leave it out."),
         ("", (False, ""), "x is not supported by this server; leave it out."),
@@ -169,11 +169,11 @@ def test_lists_of_objects_have_a_limit():
         ),
     ],
 )
-def test_an_unsupported_field_is_refused_with_its_accepted_values(why, taken, message):
-    error = unsupported("x", why, taken)
+def test_an_unsupported_field_is_refused_with_its_accepted_values(why, accepted, message):
+    error = unsupported("x", why, accepted)
     assert (error.message, error.param, error.status) == (message, "x", 400)
 
 
-@pytest.mark.parametrize(("length", "is_taken"), [(0, False), (1, True), (128, True), (129, False)])
-def test_the_id_of_a_request_has_at_most_128_characters(length, is_taken):
-    assert (_REQUEST_ID.match("a" * length) is not None) == is_taken
+@pytest.mark.parametrize(("length", "is_accepted"), [(0, False), (1, True), (128, True), (129, False)])
+def test_the_id_of_a_request_has_at_most_128_characters(length, is_accepted):
+    assert (_REQUEST_ID.match("a" * length) is not None) == is_accepted

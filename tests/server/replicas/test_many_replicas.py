@@ -45,7 +45,7 @@ LONG = 300
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
 
-class Told(NamedTuple):
+class TurnResult(NamedTuple):
     """A client's result of one turn."""
 
     response_id: str
@@ -64,7 +64,7 @@ def engine(compilation_cache: str) -> dict[str, Any]:
     }
 
 
-def said(number: int, turn: int) -> str:
+def message(number: int, turn: int) -> str:
     return f"I am {number}, and this is message {turn}."
 
 
@@ -77,7 +77,7 @@ def one_engine(config: EngineConfig, num: int) -> list[list[Any]]:
     with LLM(MODEL, dtype="float32", config=config) as llm:
         return [
             llm.chat(
-                [[{"role": "user", "content": said(number, turn)}] for number in range(num)],
+                [[{"role": "user", "content": message(number, turn)}] for number in range(num)],
                 [SamplingParams(max_tokens=NUM_TOKENS[turn], **sampling(number)) for number in range(num)],
                 conversation_ids=[str(number) for number in range(num)],
             )
@@ -190,7 +190,7 @@ class Clients:
 
     def __init__(self, client: openai.OpenAI, num: int) -> None:
         self.num = num
-        self.told: list[list[Told]] = [[] for _ in range(num)]
+        self.results: list[list[TurnResult]] = [[] for _ in range(num)]
         self._client = client
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_CLIENTS)
 
@@ -207,9 +207,9 @@ class Clients:
         self._client.close()
 
     def _ask(self, number: int, turn: int) -> None:
-        before = self.told[number]
+        before = self.results[number]
         options: dict[str, Any] = {
-            "input": said(number, turn),
+            "input": message(number, turn),
             "max_output_tokens": NUM_TOKENS[turn],
             "temperature": sampling(number)["temperature"],
             "extra_body": {name: value for name, value in sampling(number).items() if name == "seed"},
@@ -226,11 +226,11 @@ class Clients:
             response = event.response
             assert "".join(deltas) == response.output_text
         sources = response.usage.to_dict()["pensieve"]
-        before.append(Told(response.id, response.output_text, sources))
+        before.append(TurnResult(response.id, response.output_text, sources))
 
     def moved(self, turn: int) -> int:
         """Return the number of conversations whose KV cache was not, or not all, where their turn ran."""
-        return sum(told[turn].sources["recomputed_tokens"] > 0 for told in self.told)
+        return sum(results[turn].sources["recomputed_tokens"] > 0 for results in self.results)
 
 
 @pytest.fixture(scope="module")
@@ -299,17 +299,17 @@ def check(clients: Clients, expected: list[list[Any]], history: str) -> None:
 
     fingerprint = fingerprint_of(history)
     with HistoryReader(history, fingerprint=fingerprint) as reader:
-        for number, told in enumerate(clients.told):
-            path = reader.turn_path("", told[-1].response_id.removeprefix("resp_"))
-            assert [f"resp_{view.turn_id}" for view in path] == [one.response_id for one in told]
-            for turn, (view, one) in enumerate(zip(path, told, strict=True)):
+        for number, results in enumerate(clients.results):
+            path = reader.turn_path("", results[-1].response_id.removeprefix("resp_"))
+            assert [f"resp_{view.turn_id}" for view in path] == [one.response_id for one in results]
+            for turn, (view, one) in enumerate(zip(path, results, strict=True)):
                 output = expected[turn][number]
                 assert view.output_token_ids == output.token_ids, (number, turn)
                 assert one.text == output.text == view.output_text, (number, turn)
     reading = open_for_reading(history, fingerprint)
     (count,) = reading.run(lambda connection: connection.execute("SELECT count(*) FROM turns").fetchone())
     reading.close()
-    assert count == sum(map(len, clients.told)), "the first test on its history"
+    assert count == sum(map(len, clients.results)), "the first test on its history"
 
 
 def fingerprint_of(history: str) -> str:
@@ -429,5 +429,5 @@ def test_a_signal_during_the_start_ends_the_command(postgres, compilation_cache)
         lines = iter(process.stderr.readline, "")
         assert any("starting 2 replicas" in line for line in lines), "it did not begin"
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=120)
-        assert (process.returncode, said) == (0, "")
+        output, _ = process.communicate(timeout=120)
+        assert (process.returncode, output) == (0, "")

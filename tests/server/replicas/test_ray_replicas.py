@@ -13,7 +13,7 @@ ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
 
 
-class Asked:
+class ReplicaAnswer:
     """Answer of one replica."""
 
     def __init__(self, answer: bytes | Exception | None) -> None:
@@ -38,7 +38,7 @@ class Handle:
     def __init__(
         self, *answers: bytes | Exception | None, error: Exception | None = None, hangs: bool = False
     ) -> None:
-        self.asked = [Asked(answer) for answer in answers]
+        self.answers = [ReplicaAnswer(answer) for answer in answers]
         self._error, self._hangs = error, hangs
 
     def options(self, **_: object) -> Handle:
@@ -51,15 +51,15 @@ class Handle:
     async def results_async(self, *, return_exceptions: bool) -> list[object]:
         if self._error is not None:
             raise self._error
-        asked = [one.get_async() for one in self.asked]
+        asked = [one.get_async() for one in self.answers]
         return await asyncio.gather(*asked, return_exceptions=return_exceptions)
 
-    async def _fetch_replica_results_async(self) -> list[Asked]:
+    async def _fetch_replica_results_async(self) -> list[ReplicaAnswer]:
         if self._hangs:
             await asyncio.Event().wait()
         if self._error is not None:
             raise self._error
-        return self.asked
+        return self.answers
 
 
 def ask_all(handle, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_hanging_replica_does_not_block_the_others_answers(monkeypatch, caplog
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     handle = Handle(b"a", None, b"c")
     assert sorted(ask_all(handle, monkeypatch)) == [b"a", b"c"]
-    assert [one.was_left for one in handle.asked] == [False, True, False]
+    assert [one.was_left for one in handle.answers] == [False, True, False]
     assert "1 of 3 replicas" in caplog.text
 
 
@@ -128,7 +128,7 @@ def test_a_cancelled_question_is_cancelled_at_all_replicas():
         await asyncio.sleep(0)
 
     asyncio.run(leave())
-    assert handle.asked[1].was_left
+    assert handle.answers[1].was_left
 
 
 def test_the_installed_ray_has_the_private_interface_that_is_used():

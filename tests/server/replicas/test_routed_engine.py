@@ -141,7 +141,7 @@ def test_polling_continues_when_the_replicas_cannot_be_asked(monkeypatch):
 
 
 def test_an_unexpected_error_is_not_reported_as_a_cancelled_turn(caplog):
-    class Lines:
+    class FailingStream:
         def __aiter__(self):
             return self
 
@@ -154,7 +154,7 @@ def test_an_unexpected_error_is_not_reported_as_a_cancelled_turn(caplog):
     async def test():
         replicas = FakeReplicas(1)
         engine = await routed(replicas)
-        replicas.run = lambda key, submission: Lines()
+        replicas.run = lambda key, submission: FailingStream()
         with pytest.raises(EngineDiedError, match="see the log"):
             await engine.submit(spec_of()).result()
 

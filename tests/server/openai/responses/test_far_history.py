@@ -232,15 +232,15 @@ def test_one_of_two_requests_with_a_key_runs_however_late_the_history_answers():
 
     class History:
         def __init__(self) -> None:
-            self.kept = None
+            self.stored = None
 
         def idempotent(self, owner, key, now_s):
-            return self.kept
+            return self.stored
 
         def response(self, owner, response_id):
             return response_id
 
-    class Kept:
+    class StoredKey:
         body_sha256, result_id = "a", "resp_a"
 
     class Run:
@@ -266,7 +266,7 @@ def test_one_of_two_requests_with_a_key_runs_however_late_the_history_answers():
 
     def ends(repeats, history) -> None:
         repeats.start("ann", "k", run)
-        history.kept = Kept()
+        history.stored = StoredKey()
         repeats.end("ann", "k")
 
     assert asyncio.run(ask(lambda *_: None)) is None

@@ -1,6 +1,6 @@
 """Restart schedules: a history file, and processes that generate into it until each is killed.
 
-Owns the times of kills, the kills, and the checks of the file after each death. Does not know a model: the
+Owns the times of kills, the kills, and the checks of the file after each run. Does not know a model: the
 caller, which has a reference, checks tokens. Called by `tests/test_kill.py`.
 
 One thread serves all pipes; it waits on them, never for a fixed time.
@@ -44,21 +44,21 @@ class Moment(NamedTuple):
 
 
 def random_moments(rng: np.random.Generator) -> list[Moment]:
-    """Draw `NUM_MOMENTS`: one while the file is created, then in random order over the life of a process."""
+    """Draw `NUM_MOMENTS`: one while the file is created, then in random order over the run of a process."""
     moments = [_moment(rng, mark) for mark in _MARKS]
     return [_moment(rng, "opening"), *(moments[i] for i in rng.permutation(len(moments)))]
 
 
 def _moment(rng: np.random.Generator, mark: str) -> Moment:
     """Draw the mark's occurrence, and the fraction of the following time that still passes."""
-    # A process halts once; `Life.start` tells it where.
+    # A process halts once; `RestartSchedule.start` tells it where.
     max_count = {"step": 60, "committing": 10, "reported": 10}.get(mark, 1)
     max_delay_s = {"opening": 0.002, "opened": 1.0, "step": 0.004, "closing": 0.002}.get(mark, 0.0)
     return Moment(mark, int(rng.integers(1, max_count, endpoint=True)), rng.uniform(0, max_delay_s))
 
 
 @dataclass
-class Death:
+class ProcessRun:
     """One process, from its start to its end, as its parent saw it.
 
     Attributes:
@@ -92,11 +92,11 @@ class Death:
         return bool(self.announced) and not reported.issuperset(self.announced[-1])
 
 
-class Life:
+class RestartSchedule:
     """Consecutive processes on one history file.
 
     Attributes:
-        deaths: of the processes so far.
+        runs: of the processes so far.
         turns: content of the history, all of it checked against the script and the reports.
     """
 
@@ -111,7 +111,7 @@ class Life:
     ) -> None:
         """Create it without a file or a process. One process more than is killed runs to its own end."""
         self.script = Script(seed)
-        self.deaths: list[Death] = []
+        self.runs: list[ProcessRun] = []
         self.turns: dict[TurnKey, TurnRecord] = {}
         self._context = context
         self._path = path
@@ -125,16 +125,16 @@ class Life:
 
     def start(self) -> bool:
         """Start the next process; return False after the last one."""
-        if len(self.deaths) == len(self._moments):
+        if len(self.runs) == len(self._moments):
             return False
-        moment = self._moments[len(self.deaths)]
-        self.deaths.append(Death(moment))
+        moment = self._moments[len(self.runs)]
+        self.runs.append(ProcessRun(moment))
         if moment is None:
             how = "once"
         elif moment.mark == "closing":
             how = "close"
         else:
-            how = "generate" if len(self.deaths) % 3 == 0 else "step"
+            how = "generate" if len(self.runs) % 3 == 0 else "step"
         halts = moment is not None and moment.mark == "halted"
         row = int(self._rng.integers(1, 15, endpoint=True)) if halts else None
         task = Task(str(self._path), str(self._compilation_cache_dir), self.script, how, row)
@@ -144,15 +144,15 @@ class Life:
     def take(self) -> bool:
         """Read one mark; return False if the process is dead and was checked."""
         assert self.pipe is not None
-        death = self.deaths[-1]
+        run = self.runs[-1]
         try:
             mark = self.pipe.recv()
         except EOFError:
             self._reap()
             return False
-        death.take(mark)
-        moment = death.moment
-        is_moment = moment is not None and (mark[0], death.marks.count(mark[0])) == moment[:2]
+        run.take(mark)
+        moment = run.moment
+        is_moment = moment is not None and (mark[0], run.marks.count(mark[0])) == moment[:2]
         if moment is not None and is_moment:
             self.kill_at_s = time.monotonic() + moment.delay_s
         return True
@@ -172,36 +172,36 @@ class Life:
         assert self._process is not None and self.pipe is not None
         self.pipe.close()
         self._process.join()  # reaped: no zombie stays
-        exit_code, death = self._process.exitcode, self.deaths[-1]
+        exit_code, run = self._process.exitcode, self.runs[-1]
         self._process.close()
         self._process = self.pipe = self.kill_at_s = None
-        expected = 0 if death.moment is None else -signal.SIGKILL
-        assert exit_code == expected, f"exit status {exit_code} after {death.marks[-3:]}; see stderr"
-        self._check(death)
+        expected = 0 if run.moment is None else -signal.SIGKILL
+        assert exit_code == expected, f"exit status {exit_code} after {run.marks[-3:]}; see stderr"
+        self._check(run)
 
-    def _check(self, death: Death) -> None:
-        """Check the file after a death: all reported turns, whole steps, and nothing else."""
+    def _check(self, run: ProcessRun) -> None:
+        """Check the file after a run: all reported turns, whole steps, and nothing else."""
         FileLock(self._path).release()  # raises if a process still held it
         before, self.turns = self.turns, self._read()
         assert before.items() <= self.turns.items(), "an earlier turn is gone or another one"
         self.script.check_prefix(self.turns)
-        death.committed = self.turns.keys() - before.keys()
-        for report in death.reports:
+        run.committed = self.turns.keys() - before.keys()
+        for report in run.reports:
             stored = self.turns.get(report.key)
             assert stored is not None, f"{report.key} was reported and is gone"
             assert (stored.output_token_ids, stored.seed) == (report.token_ids, report.seed), report.key
-        for key in death.committed:
+        for key in run.committed:
             stored, scripted = self.turns[key], self.script.turn(key)
             assert stored.prompt_token_ids == scripted.prompt_ids, f"{key} has another prompt"
             assert len(stored.output_token_ids) == scripted.params.max_tokens, f"{key} is half a turn"
             assert scripted.params.seed in (None, stored.seed), f"{key} has another seed"
-        for group in death.announced[:-1]:
-            assert death.committed.issuperset(group), f"a step was lost before a later one: {group}"
-        if death.announced:  # the last commit may have happened or not, but as a whole
-            last = death.announced[-1]
-            possible = (0,) if "halted" in death.marks else (0, len(last))
-            assert len(death.committed.intersection(last)) in possible, f"{last} is there in part"
-        assert death.committed <= {key for group in death.announced for key in group}
+        for group in run.announced[:-1]:
+            assert run.committed.issuperset(group), f"a step was lost before a later one: {group}"
+        if run.announced:  # the last commit may have happened or not, but as a whole
+            last = run.announced[-1]
+            possible = (0,) if "halted" in run.marks else (0, len(last))
+            assert len(run.committed.intersection(last)) in possible, f"{last} is there in part"
+        assert run.committed <= {key for group in run.announced for key in group}
 
     def _read(self) -> dict[TurnKey, TurnRecord]:
         """Read all turns of the history; half the time from a copy, so the next process recovers the file."""
@@ -231,32 +231,32 @@ def start_process(context: ForkServerContext, task: Task) -> tuple[BaseProcess, 
     return started, reader
 
 
-def live(lives: Sequence[Life], *, num_at_once: int) -> None:
+def run_schedules(schedules: Sequence[RestartSchedule], *, num_at_once: int) -> None:
     """Run all schedules to their ends, `num_at_once` processes at a time."""
-    to_come = iter(lives)
+    to_come = iter(schedules)
     running = _start(to_come, num_at_once)
     try:
         while running:
-            for life in _ready(running):
-                if not life.take() and not life.start():
-                    running.remove(life)
+            for schedule in _ready(running):
+                if not schedule.take() and not schedule.start():
+                    running.remove(schedule)
                     running += _start(to_come, 1)
-            for life in running:
-                life.kill_if_due()
+            for schedule in running:
+                schedule.kill_if_due()
     finally:
-        for life in running:
-            life.kill()
+        for schedule in running:
+            schedule.kill()
 
 
-def _start(lives: Iterator[Life], count: int) -> list[Life]:
-    return [life for life in itertools.islice(lives, count) if life.start()]
+def _start(schedules: Iterator[RestartSchedule], count: int) -> list[RestartSchedule]:
+    return [schedule for schedule in itertools.islice(schedules, count) if schedule.start()]
 
 
-def _ready(running: Sequence[Life]) -> list[Life]:
+def _ready(running: Sequence[RestartSchedule]) -> list[RestartSchedule]:
     """Return those whose process has sent a mark or died, or whose kill is due."""
     now_s = time.monotonic()
-    due_s = [life.kill_at_s for life in running if life.kill_at_s is not None]
+    due_s = [schedule.kill_at_s for schedule in running if schedule.kill_at_s is not None]
     timeout_s = max(min(due_s) - now_s, 0.0) if due_s else SILENCE_LIMIT_S
-    pipes = wait([life.pipe for life in running if life.pipe is not None], timeout_s)
+    pipes = wait([schedule.pipe for schedule in running if schedule.pipe is not None], timeout_s)
     assert pipes or due_s, f"no word for {SILENCE_LIMIT_S} seconds"
-    return [life for life in running if life.pipe in pipes]
+    return [schedule for schedule in running if schedule.pipe in pipes]
