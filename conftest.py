@@ -39,7 +39,7 @@ _LONGEST = (
     "test_page_packing",
     "test_rebatching_benchmark",
     "test_model_runner",
-    "test_kernel_peers",
+    "test_kernel_baselines",
     "test_attention",
     "test_figure11",
     "test_step",

@@ -47,21 +47,21 @@ def experiments():
 
 
 @pytest.mark.parametrize("experiment", ["baton-table1", "cells2.7"])
-def test_what_takes_minutes_says_so_first(launch, monkeypatch, capsys, experiment):
+def test_a_long_experiment_announces_that_it_takes_minutes(launch, monkeypatch, capsys, experiment):
     """It printed nothing until it had finished."""
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(load("reproduce"), "measure_all", stop)
-    for flags, is_told in (({}, True), ({"small": "true"}, False), ({"progress": "false"}, False)):
+    for flags, is_announced in (({}, True), ({"small": "true"}, False), ({"progress": "false"}, False)):
         with pytest.raises(KeyboardInterrupt):
             launch("reproduce", shared_llm=False, experiment=experiment, **flags)
-        assert ("may take minutes; --small takes seconds" in capsys.readouterr().err) is is_told
+        assert ("may take minutes; --small takes seconds" in capsys.readouterr().err) is is_announced
 
 
 @pytest.mark.parametrize("device", ["a100", "h200"])
-def test_a_history_comes_to_outweigh_the_reply(reproduce, device):
+def test_a_long_history_costs_more_than_the_reply(reproduce, device):
     out, document = reproduce("fig3", device=device)
     results = document["results"]
     assert "prompt_tokens" in out and f"simulated on {device}_opt-13b" in out
@@ -148,7 +148,7 @@ def test_loops_are_those_that_were_measured(reproduce, tmp_path):
             assert f"{mean_ms:.1f}" in out
 
 
-def test_kernels_that_were_only_tried_or_failed_are_left_out(experiments):
+def test_tried_and_failed_kernels_are_left_out(experiments):
     entry = {"case": "multi_32x8x4096_mha40", "kernel": "flash_attention_3", "time_us": 5.0}
     other_pages = entry | {"kernel": "flash_attention_3_page64", "time_us": 4.0}
     tried = entry | {"kernel": "pallas_mosaic_gpu", "is_tried": True}
@@ -433,7 +433,7 @@ def test_claims_have_names_of_their_own_and_sources(experiments):
         claims.level_s_of("14")
 
 
-def test_a_seed_that_never_reaches_the_level_is_told(experiments):
+def test_a_seed_that_never_reaches_the_level_is_announced(experiments):
     levels = experiments("levels")
     reaches, never = {0: 2.0, 1: 4.0}, {0: 1.0, 1: None}
     assert levels.ratios(reaches, never) == {0: 2.0, 1: None}

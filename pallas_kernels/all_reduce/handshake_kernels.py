@@ -74,8 +74,8 @@ def shares_by_handshake(
       num_devices: number of devices.
       is_layer: whether the norm is a layer norm; otherwise it is an RMS norm.
       has_sum_bias: whether there is a bias of the sum; otherwise its array is not read.
-      has_scale: likewise for the scale.
-      has_bias: likewise for the bias.
+      has_scale: whether the norm has a scale; otherwise its array is not read.
+      has_bias: whether the norm has a bias; otherwise its array is not read.
       eps: epsilon of the norm.
       limit: polls of a flag before a peer counts as lost.
     """

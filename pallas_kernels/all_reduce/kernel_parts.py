@@ -46,14 +46,14 @@ def report_loss(table: tl.tensor, num_devices: tl.constexpr) -> None:
 
 @triton.jit
 def rounded(total: tl.tensor, partial_ptr: tl.tensor, lost: tl.tensor) -> tl.tensor:
-    """Round as a sum that is stored as an array would be; NaN if a peer is lost."""
+    """Round to the dtype of the partial sums, as if the sum had been stored; NaN if a peer is lost."""
     total = total.to(partial_ptr.dtype.element_ty).to(tl.float32)
     return tl.where(lost, float("nan"), total)
 
 
 @triton.jit
 def vector(vector_ptr: tl.tensor, columns: tl.tensor, inside: tl.tensor, is_there: tl.constexpr) -> tl.tensor:
-    """Load [width] of a bias or scale, as stored; without one, return an arbitrary value that is not used."""
+    """Load a bias or scale [width], as stored. Without one, return a placeholder that is not used."""
     if is_there:
         return tl.load(vector_ptr + columns, mask=inside, other=0.0)
     else:

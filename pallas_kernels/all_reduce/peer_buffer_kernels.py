@@ -66,8 +66,8 @@ def sum_of_rows(
       norms: whether the sum is added to the stream and normed.
       is_layer: whether the norm is a layer norm; otherwise it is an RMS norm.
       has_sum_bias: whether there is a bias of the sum; otherwise its array is not read.
-      has_scale: likewise for the scale.
-      has_bias: likewise for the bias.
+      has_scale: whether the norm has a scale; otherwise its array is not read.
+      has_bias: whether the norm has a bias; otherwise its array is not read.
       eps: epsilon of the norm.
       limit: polls of a peer buffer before a peer counts as lost.
     """
@@ -149,8 +149,8 @@ def shares_by_peer_buffer(
       num_devices: number of devices.
       is_layer: whether the norm is a layer norm; otherwise it is an RMS norm.
       has_sum_bias: whether there is a bias of the sum; otherwise its array is not read.
-      has_scale: likewise for the scale.
-      has_bias: likewise for the bias.
+      has_scale: whether the norm has a scale; otherwise its array is not read.
+      has_bias: whether the norm has a bias; otherwise its array is not read.
       eps: epsilon of the norm.
       limit: polls of a peer buffer before a peer counts as lost.
     """

@@ -63,8 +63,10 @@ class Formation:
         self._remember(subs, np.ones(len(subs), np.int64), taken)
         return self._ready_behind(taken)
 
-    def add_chains(self, kind: CellType, worker: int, queue: ReadyQueue, *, most: int, least: int) -> int:
-        """Form up to `most` tasks, while a next one has at least `least` nodes; return their number.
+    def add_chains(
+        self, kind: CellType, worker: int, queue: ReadyQueue, *, max_tasks: int, min_nodes: int
+    ) -> int:
+        """Form up to `max_tasks` tasks, all but the first of at least `min_nodes` nodes; return their number.
 
         The result equals repeated calls of `add` if all subgraphs of the type are chains, whose nodes have
         consecutive ids and keep their row. So the data of a chain is read and written once, not per task: a
@@ -77,18 +79,20 @@ class Formation:
         left = last_nodes[subs] - joining + 1
         lanes, lanes_subs, lanes_left, nums = [joining], [subs], [left], [len(joining)]
         num_active = len(joining)
-        ended = np.bincount(np.minimum(left, most), minlength=most + 1)  # by task: lanes that ended before it
+        ended = np.bincount(
+            np.minimum(left, max_tasks), minlength=max_tasks + 1
+        )  # by task: lanes that ended before it
         num_tasks = 1
-        while num_tasks < most:
+        while num_tasks < max_tasks:
             num_active -= int(ended[num_tasks])
-            if num_active + queue.count(worker) < least:
+            if num_active + queue.count(worker) < min_nodes:
                 break
             if num_active < kind.max_batch and len(queue):
                 joining = queue.take(worker, kind.max_batch - num_active)
                 if len(joining):
                     subs = sub[joining]
                     left = last_nodes[subs] - joining + 1
-                    ended += np.bincount(np.minimum(num_tasks + left, most), minlength=most + 1)
+                    ended += np.bincount(np.minimum(num_tasks + left, max_tasks), minlength=max_tasks + 1)
                     lanes.append(joining)
                     lanes_subs.append(subs)
                     lanes_left.append(left)

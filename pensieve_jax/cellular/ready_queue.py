@@ -50,20 +50,20 @@ class ReadyQueue:
             seq = self._subgraphs.seq[self._nodes.sub[self._front]]
             self._front = self._front[np.argsort(seq, kind="stable")]
 
-    def take(self, worker: int, most: int) -> np.ndarray:
-        """Take up to `most` nodes that `worker` may run; in the front, prefer those with inputs on it."""
+    def take(self, worker: int, max_num: int) -> np.ndarray:
+        """Take up to `max_num` nodes that `worker` may run; in the front, prefer those with inputs on it."""
         if self._is_shared:
             places = np.flatnonzero(self._is_free_for(worker))
-            if len(places) > most:
+            if len(places) > max_num:
                 home = self._nodes.worker[self._nodes.inputs[0, self._front[places]]]
                 is_here = (home == worker) | (home < 0)
-                places = np.concatenate([places[is_here], places[~is_here]])[:most]
+                places = np.concatenate([places[is_here], places[~is_here]])[:max_num]
                 places.sort()
             taken = self._front[places]
             self._front = np.delete(self._front, places)
         else:
-            taken, self._front = self._front[:most], self._front[most:]
-        missing = most - len(taken)
+            taken, self._front = self._front[:max_num], self._front[max_num:]
+        missing = max_num - len(taken)
         if missing and len(self._fifo):
             taken = np.concatenate([taken, self._begin_some(missing)])
         return taken
@@ -74,9 +74,9 @@ class ReadyQueue:
         self._front = self._front[state[self._front] != DROPPED]
         self._fifo.keep(state[self._fifo.values] != DROPPED)
 
-    def _begin_some(self, most: int) -> np.ndarray:
+    def _begin_some(self, max_num: int) -> np.ndarray:
         """Take nodes from the FIFO. Move the rest of the last subgraph to the front, since it has begun."""
-        taken = self._fifo.pop(most)
+        taken = self._fifo.pop(max_num)
         sub, rest = self._nodes.sub, self._fifo.values
         if len(rest) and sub[rest[0]] == sub[taken[-1]]:
             is_other = sub[rest] != sub[taken[-1]]

@@ -141,7 +141,7 @@ class CellScheduler:
                 queue.go_on(formation.add(kind, worker, taken))
                 num_tasks += 1
         else:
-            num_tasks = formation.add_chains(kind, worker, queue, most=most, least=least)
+            num_tasks = formation.add_chains(kind, worker, queue, max_tasks=most, min_nodes=least)
         self._num_launches += 1
         self._last_launch[kind.index] = self._num_launches
         self.num_running[kind.index] += num_tasks

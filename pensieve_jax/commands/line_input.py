@@ -39,10 +39,10 @@ class LineInput:
         """
         self.is_terminal = sys.stdin.isatty()
         self._readline = _editor(words) if self.is_terminal and sys.stdout.isatty() else None
-        self._kept = None if self._readline is None or history_file is None else KeptLines(history_file)
+        self._history = None if self._readline is None or history_file is None else LineHistory(history_file)
         self._last = ""
-        if self._readline is not None and self._kept is not None:
-            for line in self._kept.lines:
+        if self._readline is not None and self._history is not None:
+            for line in self._history.lines:
                 self._readline.add_history(line)
                 self._last = line
 
@@ -78,8 +78,8 @@ class LineInput:
             return
         self._last = message
         self._readline.add_history(message)
-        if self._kept is not None:
-            self._kept.add(message)
+        if self._history is not None:
+            self._history.add(message)
 
 
 def _editor(words: Sequence[str]) -> ModuleType | None:
@@ -105,7 +105,7 @@ def _completion(words: Sequence[str], text: str, state: int) -> str | None:
     return found[state] if state < len(found) else None
 
 
-class KeptLines:
+class LineHistory:
     """File of JSON strings, one message each, readable only by its owner. Several sessions may write it.
 
     Attributes:

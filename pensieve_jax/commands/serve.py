@@ -98,7 +98,7 @@ def serve() -> int:
     from pensieve_jax.server.http.keys import ApiKeys
     from pensieve_jax.server.logs import LOGGER, log_to, log_uncaught
     from pensieve_jax.server.main import bind, history_file, leave
-    from pensieve_jax.server.main import serve as serve_until_told
+    from pensieve_jax.server.main import serve as serve_until_signal
 
     log_to(log_format=FLAGS.log_format)
     config = engine_config()
@@ -120,7 +120,7 @@ def serve() -> int:
             progress=shows_progress(),
             log_format=FLAGS.log_format,
         )
-        status = serve_until_told(
+        status = serve_until_signal(
             start,
             functools.partial(make_application, settings=settings, keys=keys),
             bind(settings.host, settings.port),

@@ -125,11 +125,13 @@ class Recorder:
         axes.step(times, [sample.num_running for sample in self.samples], where="post", label="running")
         axes.step(times, [sample.num_waiting for sample in self.samples], where="post", label="waiting")
         suspensions = [sample.num_suspensions for sample in self.samples]
-        at = [
+        suspended_s = [
             t for t, before, now in zip(times[1:], suspensions, suspensions[1:], strict=False) if now > before
         ]
-        if at:
-            axes.plot(at, [0] * len(at), "v", color="black", label="suspension", clip_on=False)
+        if suspended_s:
+            axes.plot(
+                suspended_s, [0] * len(suspended_s), "v", color="black", label="suspension", clip_on=False
+            )
         axes.set_ylabel("requests")
         axes.set_xlabel("seconds")
         axes.margins(x=0)

@@ -94,21 +94,21 @@ def tree(connection: Connection, owner: str, root: str, limit: int) -> list[Tree
     them exceed `MAX_READ_CHARACTERS`.
     """
     query = f"SELECT response_id FROM responses WHERE {_OF_TREE} {_LAST_FIRST} LIMIT ?"
-    told: list[TreeTurn] = []
+    turns: list[TreeTurn] = []
     instructions: dict[str | None, str | None] = {}  # each text is stored and counted once
-    num_read = num_told = 0
+    num_read = num_returned = 0
     for (response_id,) in connection.execute(query, (owner, *_bounds(root), limit)).fetchall():
         row = connection.execute(_TURN, (owner, response_id)).fetchone()
         turn = _turn(row)
         num_read += sum(len(text or "") for text in row[2:5])
-        num_told += len(turn.input) + len(turn.output)
+        num_returned += len(turn.input) + len(turn.output)
         if turn.instructions not in instructions:
-            num_told += len(turn.instructions or "")
-        if told and (num_read > MAX_READ_CHARACTERS or num_told > MAX_TREE_CHARACTERS):
+            num_returned += len(turn.instructions or "")
+        if turns and (num_read > MAX_READ_CHARACTERS or num_returned > MAX_TREE_CHARACTERS):
             break
         same = instructions.setdefault(turn.instructions, turn.instructions)
-        told.append(replace(turn, instructions=same))
-    return told[::-1]
+        turns.append(replace(turn, instructions=same))
+    return turns[::-1]
 
 
 def _turn(row: Sequence[Any]) -> TreeTurn:

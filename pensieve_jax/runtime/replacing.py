@@ -15,7 +15,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str) -> Iterator[Path]:
-    """Yield an empty file of this user next to `path` and move it to `path` at the end; raise OSError."""
+    """Yield a new empty file next to `path`, readable by this user only; at the end, move it to `path`.
+
+    After an error the file is removed and `path` is unchanged. Raises OSError.
+    """
     descriptor, name = tempfile.mkstemp(suffix, dir=path.parent)
     with contextlib.ExitStack() as undo:
         undo.callback(os.unlink, name)

@@ -46,14 +46,14 @@ class TraceContext:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            with _kept({name: headers[name] for name in _HEADERS if name in headers}):
+            with _with_carrier({name: headers[name] for name in _HEADERS if name in headers}):
                 await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
 
 @contextmanager
-def _kept(carrier: dict[str, str]) -> Iterator[None]:
+def _with_carrier(carrier: dict[str, str]) -> Iterator[None]:
     token = _carrier.set(carrier)
     try:
         yield

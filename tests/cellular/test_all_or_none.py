@@ -57,7 +57,7 @@ def engine() -> Iterator[CellularEngine]:
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "a word that is none": ([1, 2**40], GraphError, r"nodes\[1\].number is \[1099511627776\]"),
+    "a number of more than 32 bits": ([1, 2**40], GraphError, r"nodes\[1\].number is \[1099511627776\]"),
     "more cells than the limit": ([1] * 14, CapacityError, r"nodes\[25\] is 26.*max_nodes \(25\)"),
     "deeper than the limit": ([1] * 10, CapacityError, r"nodes\[18\] is 10.*max_depth \(9\) deep"),
     "more rows than there are": (
@@ -65,8 +65,8 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         CapacityError,
         r"\.rows is 9, but must be at most num_rows \(8\), of the state \(x\)\.",
     ),
-    "no words": ([], IndexError, "list index"),
-    "no list": (5, TypeError, "not iterable"),
+    "an empty list": ([], IndexError, "list index"),
+    "not a list": (5, TypeError, "not iterable"),
 }
 
 
@@ -94,8 +94,8 @@ def test_all_or_none(engine: CellularEngine, name: str) -> None:
     assert engine.stats()["num_rows_promised"] == engine.stats()["num_running"] == 0
 
 
-def test_too_many_that_wait(engine: CellularEngine) -> None:
-    """Requests that have room do not wait."""
+def test_too_many_waiting_requests_are_refused(engine: CellularEngine) -> None:
+    """Requests that have rows at once do not count as waiting."""
     engine.restart_with(CellScheduler)
     limit = r"requests is 6, but must be at most max_num_waiting \(5\) that wait for rows"
     with pytest.raises(CapacityError, match=limit):
@@ -151,7 +151,7 @@ def test_the_request_of_a_run_is_named(engine: CellularEngine) -> None:
     assert not stats["num_running"] and not stats["num_waiting"]
 
 
-def test_counts(engine: CellularEngine) -> None:
+def test_finished_and_cancelled_requests_are_counted(engine: CellularEngine) -> None:
     while engine.workers[0].num_in_flight:  # of cancelled requests
         engine.step()
     engine.restart_with(CellScheduler)

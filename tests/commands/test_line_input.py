@@ -12,7 +12,7 @@ import pytest
 
 from pensieve_jax import InvalidRequestError
 from pensieve_jax.commands import line_input
-from pensieve_jax.commands.line_input import KeptLines
+from pensieve_jax.commands.line_input import LineHistory
 from tests.commands.terminal import PASTE, PASTED, Terminal
 from tests.launching import ROOT
 
@@ -118,7 +118,7 @@ def test_the_file_of_lines_is_shortened_and_repaired(tmp_path, monkeypatch):
     path = tmp_path / "lines"
     path.write_text('"a"\nnot json\n7\n' + "".join(f'"{i}"\n' for i in range(7)))
     path.chmod(0o644)
-    assert KeptLines(path).lines == ["4", "5", "6"]
+    assert LineHistory(path).lines == ["4", "5", "6"]
     assert path.read_text() == '"4"\n"5"\n"6"\n'
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -126,8 +126,8 @@ def test_the_file_of_lines_is_shortened_and_repaired(tmp_path, monkeypatch):
 def test_an_invalid_file_is_refused_and_one_that_disappears_is_ignored(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequestError, match="--line_history"):
-        KeptLines(tmp_path / "file" / "lines")
-    kept = KeptLines(tmp_path / "gone" / "lines")
+        LineHistory(tmp_path / "file" / "lines")
+    history = LineHistory(tmp_path / "gone" / "lines")
     (tmp_path / "gone" / "lines").unlink()
     (tmp_path / "gone").rmdir()
-    kept.add("lost")
+    history.add("lost")

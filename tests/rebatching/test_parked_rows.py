@@ -26,7 +26,7 @@ def test_room_is_counted_to_the_last_byte():
     parked = parked_of([query(1)], room=3)
     assert parked.has_room(2 * ROW_BYTES) and not parked.has_room(2 * ROW_BYTES + 1)
     assert (parked.device_bytes, parked.host_bytes) == (ROW_BYTES, 0)
-    assert parked.kv_bytes == (8 - 3 + 1) * ROW_BYTES, "the ring has what is no room"
+    assert parked.kv_bytes == (8 - 3 + 1) * ROW_BYTES, "the ring takes the rest of the memory"
 
 
 def test_the_peak_number_of_bytes_is_recorded():
@@ -49,7 +49,7 @@ def test_queries_that_are_served_sooner_do_not_leave_ahead_of_need(num_rows, ser
     assert [one.location for one in rows[:2]] == [KVLocation.DEVICE, KVLocation.DEVICE]
 
 
-def test_an_own_row_does_not_leave_for_a_new_query():
+def test_the_row_of_a_new_query_does_not_leave_for_it():
     newcomer = query(3)
     parked = parked_of([newcomer], room=1)
     launches: list[Launch] = []
@@ -112,8 +112,8 @@ def test_the_loop_waits_for_leaving_rows_first():
 
 
 @pytest.mark.parametrize("place", [KVLocation.DEVICE, KVLocation.LEAVING])
-def test_a_kept_row_takes_its_room(place):
-    """Others leave for it. If that does not suffice, `make_room` returns False."""
+def test_a_row_to_keep_stays_and_counts(place):
+    """Other rows leave instead. If that does not suffice, `make_room` returns False."""
     kept, other = query(2), query(1)
     parked = parked_of([kept, other], room=2)
     kept.location = place
@@ -123,8 +123,8 @@ def test_a_kept_row_takes_its_room(place):
     assert not parked.make_room(2 * ROW_BYTES, launches, keep=kept)
 
 
-def test_room_may_be_about_to_change():
-    """The room beside the coming ring counts."""
+def test_room_is_made_for_a_ring_of_another_size():
+    """`room_bytes` is the room beside the next ring."""
     parked = parked_of([query(1), query(2)], room=3)
     launches: list[Launch] = []
     assert parked.make_room(0, launches, room_bytes=ROW_BYTES)

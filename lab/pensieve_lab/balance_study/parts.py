@@ -131,7 +131,7 @@ def fronts(settings: Settings) -> list[Row]:
         scene = Scene.of(shorter, settings.files, NEAR, _FLEET, seed)
         for (name, view), (rule, make) in itertools.product(views.items(), rules.items()):
             rows.append(_row(scene, rule, run(scene, make, fronts=view)) | {"fronts": name})
-            settings.say(f"{name}: {_said(rows[-1])}")
+            settings.say(f"{name}: {_summary(rows[-1])}")
     return rows
 
 
@@ -145,7 +145,7 @@ def changes(settings: Settings) -> list[Row]:
             for (name, rule), (kind, what) in itertools.product(rules.items(), _changes(longer).items()):
                 ran = run(scene, rule, changes=what)
                 rows.append(_row(scene, name, ran) | {"change": kind, "after": _after(ran, longer)})
-                settings.say(_said(rows[-1]))
+                settings.say(_summary(rows[-1]))
     return rows
 
 
@@ -180,7 +180,7 @@ def outline(settings: Settings) -> list[Row]:
             for (name, rule), is_real in itertools.product(_PAIR.items(), (False, True)):
                 row = _row(scene, name, run(scene, rule, is_real=is_real))
                 rows.append(row | {"replica": "engine" if is_real else "outline"})
-                settings.say(f"{rows[-1]['replica']}: {_said(rows[-1])}")
+                settings.say(f"{rows[-1]['replica']}: {_summary(rows[-1])}")
     return rows
 
 
@@ -193,7 +193,7 @@ def engine(settings: Settings) -> list[Row]:
     for (name, rule), is_real in itertools.product(_PAIR.items(), (False, True)):
         row = _row(scene, name, run(scene, rule, is_real=is_real))
         rows.append(row | {"replica": "engine" if is_real else "outline"})
-        settings.say(f"{rows[-1]['replica']}: {_said(rows[-1])}")
+        settings.say(f"{rows[-1]['replica']}: {_summary(rows[-1])}")
     return rows
 
 
@@ -238,7 +238,7 @@ def _runs(
         scene = Scene.of(load, settings.files, level, num_replicas, seed)
         for name, rule in rules.items():
             row = _row(scene, name, run(scene, rule))
-            settings.say(_said(row))
+            settings.say(_summary(row))
             yield row
 
 
@@ -262,7 +262,7 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(row: Row) -> str:
+def _summary(row: Row) -> str:
     latency, first = row["latency_s"], row["first_token_s"]
     return (
         f"{row['load']}, {row['level']}, {row['num_replicas']}, seed {row['seed']}, {row['rule']}"

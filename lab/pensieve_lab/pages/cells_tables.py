@@ -114,7 +114,7 @@ def _results(experiment: str) -> dict[str, Any]:
     return results
 
 
-def _said(id: str) -> float:
+def _claimed(id: str) -> float:
     return claim(f"batchmaker-{id}").value
 
 
@@ -162,11 +162,11 @@ def _inputs() -> _Inputs:
 
 def _chains() -> list[Line]:
     full, narrow = Sweep("cells2.7"), Sweep("cells2.7", 1)
-    flat = _said("2.7-flat")
+    flat = _claimed("2.7-flat")
     mine = [value for rate, value in full.p90_ms(CELLULAR).items() if rate <= flat]
     first = min(full.p90_ms(PADDING))
     rivals = " and ".join(f"{full.p90_ms(one)[first]:.0f}" for one in _BOTH)
-    lower = f"{_said('2.7-lower-least'):g} to {_said('2.7-lower-most'):g}% lower"
+    lower = f"{_claimed('2.7-lower-least'):g} to {_claimed('2.7-lower-most'):g}% lower"
     inputs = _inputs()
     long_ms = [1e3 * inputs.step_s(64) * words for words in inputs.long_words]
     alone = f"{min(long_ms):.1f} to {max(long_ms):.1f} ms"
@@ -175,30 +175,30 @@ def _chains() -> list[Line]:
         (
             "2.7a",
             f"p90 up to {flat:,.0f} requests/s",
-            f"{_said('2.7-p90'):g} ms",
+            f"{_claimed('2.7-p90'):g} ms",
             f"{min(mine):.1f} to {max(mine):.1f} ms",
             alone,
         ),
         (
-            *("2.7a", "peak", f"{_said('2.7-peak'):,.0f}", str(full.peak(CELLULAR))),
+            *("2.7a", "peak", f"{_claimed('2.7-peak'):,.0f}", str(full.peak(CELLULAR))),
             f"{inputs.peak(512, inputs.words):,.0f}",
         ),
         (
             "2.7a",
             "p90 of padding, in turn and oldest first",
-            f"{_said('2.7-rivals-p90'):g} ms at best",
+            f"{_claimed('2.7-rivals-p90'):g} ms at best",
             f"{rivals} ms at {first:,.0f} requests/s",
         ),
         (
             "2.7a",
             "peak of padding, the same",
-            f"{_said('2.7-rivals-load'):,.0f}",
+            f"{_claimed('2.7-rivals-load'):,.0f}",
             " and ".join(str(full.peak(one)) for one in _BOTH),
         ),
         (
             "2.7",
             "peak over padding's, oldest first",
-            f"{1 + _said('2.7-gain') / 100:.2f} x",
+            f"{1 + _claimed('2.7-gain') / 100:.2f} x",
             full.gain_shown(CELLULAR, PADDING_OLDEST),
         ),
         ("2.7", "p90 below half of padding's peak", lower, full.lower_shown(CELLULAR, _BOTH)),
@@ -233,21 +233,21 @@ def _queueing() -> list[Line]:
         (
             "2.9a",
             "p99 of queueing at 5,000 requests/s",
-            f"{_said('2.9-queueing'):g} ms",
+            f"{_claimed('2.9-queueing'):g} ms",
             f"{found[CELLULAR]:.2f} ms",
             f"{5e3 * _inputs().step_s(64):.2f} ms",
         ),
         (
             "2.9a",
             "the same, padding in turn and oldest first",
-            f"over {_said('2.9-rivals-queueing'):g} ms",
+            f"over {_claimed('2.9-rivals-queueing'):g} ms",
             f"{found[PADDING]:.0f} and {found[PADDING_OLDEST]:.0f} ms",
         ),
     ]
 
 
 def _variance() -> list[Line]:
-    fixed, bound, inputs = Sweep("cells2.11"), _said("2.11-bound"), _inputs()
+    fixed, bound, inputs = Sweep("cells2.11"), _claimed("2.11-bound"), _inputs()
     shares = {name: 100 * fixed.most(name) / bound for name in (CELLULAR, *_BOTH)}
     first = min(fixed.p90_ms(CELLULAR))
     p90 = ", ".join(f"{Sweep('cells2.11', panel).p90_ms(CELLULAR)[first]:.1f}" for panel in range(3))
@@ -256,7 +256,7 @@ def _variance() -> list[Line]:
         (
             "2.11",
             f"24 words each: throughput, of {bound:,.0f}",
-            f"{_said('2.11-share'):g}%",
+            f"{_claimed('2.11-share'):g}%",
             f"{shares[CELLULAR]:.0f}%",
             f"{100 * inputs.peak(512, 24) / bound:.0f}%",
         ),
@@ -279,7 +279,7 @@ def _variance() -> list[Line]:
 
 def _devices() -> list[Line]:
     two, four = Sweep("cells2.13"), Sweep("cells2.13", 1)
-    batches = f"{_said('2.13-batches-least'):g} to {_said('2.13-batches-most'):g}%"
+    batches = f"{_claimed('2.13-batches-least'):g} to {_claimed('2.13-batches-most'):g}%"
     gains = [
         100 * (one.peak(_DIFFERENT).throughput / one.peak(_SAME).throughput - 1)
         for one in (two, four)
@@ -291,14 +291,14 @@ def _devices() -> list[Line]:
     return [
         (
             *("2.13", "two, four devices: peak"),
-            " and ".join(f"{_said(f'2.13-peak-{count}'):,.0f}" for count in (2, 4)),
+            " and ".join(f"{_claimed(f'2.13-peak-{count}'):,.0f}" for count in (2, 4)),
             " and ".join(str(one.peak(_DIFFERENT)) for one in (two, four)),
             " and ".join(f"{inputs.pairs_peak(count, 512):,.0f}" for count in (2, 4)),
         ),
         (
             "2.13",
             "peak over padding's, oldest first, on two and four",
-            f"{1 + _said('2.13-gain') / 100:.2f} x",
+            f"{1 + _claimed('2.13-gain') / 100:.2f} x",
             ", ".join(one.gain_shown(_DIFFERENT, PADDING_OLDEST) for one in (two, four)),
         ),
         ("2.13", "peak with batches of 512 and 256 over 256 and 256", batches, ours, f"{alone:.1f}%"),
@@ -308,24 +308,24 @@ def _devices() -> list[Line]:
 def _trees() -> list[Line]:
     sweep, inputs = Sweep("cells2.14"), _inputs()
     p90 = {name: sweep.p90_ms(name)[1000] for name in (CELLULAR, BY_AGENDA, BY_DEPTH)}
-    ratio = _said("2.14-peak") / _said("2.14-dynet-peak")
-    claims = f"{_said('2.14-dynet-gain'):g} x as claimed, {ratio:.2f} x of the two peaks"
+    ratio = _claimed("2.14-peak") / _claimed("2.14-dynet-peak")
+    claims = f"{_claimed('2.14-dynet-gain'):g} x as claimed, {ratio:.2f} x of the two peaks"
     return [
-        ("2.14", "p90 at 1,000 requests/s", f"{_said('2.14-p90'):g} ms", f"{p90[CELLULAR]:.1f} ms"),
+        ("2.14", "p90 at 1,000 requests/s", f"{_claimed('2.14-p90'):g} ms", f"{p90[CELLULAR]:.1f} ms"),
         (
             "2.14",
             "the same: DyNet; merging by agenda and by depth",
-            f"{_said('2.14-dynet-p90'):g} ms",
+            f"{_claimed('2.14-dynet-p90'):g} ms",
             f"{p90[BY_AGENDA]:.1f} and {p90[BY_DEPTH]:.1f} ms",
         ),
         (
-            *("2.14", "peak", f"{_said('2.14-peak'):,.0f}", str(sweep.peak(CELLULAR))),
+            *("2.14", "peak", f"{_claimed('2.14-peak'):,.0f}", str(sweep.peak(CELLULAR))),
             f"{inputs.peak(64, inputs.nodes):,.0f}",
         ),
         (
             "2.14",
             "the same: DyNet; merging by agenda",
-            f"{_said('2.14-dynet-peak'):,.0f}",
+            f"{_claimed('2.14-dynet-peak'):,.0f}",
             str(sweep.peak(BY_AGENDA)),
         ),
         ("2.14", "peak over DyNet's; merging by agenda", claims, sweep.gain_shown(CELLULAR, BY_AGENDA)),
@@ -343,7 +343,7 @@ def _equal_trees() -> list[Line]:
     alone = 100 * (1 - times.cells_s["leaf"][64] / times.task_of("leaf", 64))
     p90 = f"{sweep.p90_ms(CELLULAR)[first]:.1f} ms against {sweep.p90_ms(IDEAL)[first]:.1f}"
     return [
-        ("2.15", "peak below the ideal's", f"about {_said('2.15-less'):g}%", less, f"{alone:.0f}%"),
+        ("2.15", "peak below the ideal's", f"about {_claimed('2.15-less'):g}%", less, f"{alone:.0f}%"),
         ("2.15", f"p90 at {first:,.0f} requests/s against the ideal's", "lower", p90),
     ]
 

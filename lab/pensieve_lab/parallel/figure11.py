@@ -158,9 +158,9 @@ def part_flags(part: str) -> list[str]:
             )
         return [f"--model={_RANDOM}{tiny}", f"--tensor_parallel_size={FLAGS.tensor_parallel_size}"]
     if part == STEPS:
-        return ["--noapart", "--variants=default", *_said(_STEP_FLAGS + CASE_FLAGS)]
+        return ["--noapart", "--variants=default", *_given_flags(_STEP_FLAGS + CASE_FLAGS)]
     names = (*engine_flag_names(), *_LOOP_FLAGS)
-    return ["--noprogress", *_said(name for name in names if name not in _NOT_OF_LOOPS)]
+    return ["--noprogress", *_given_flags(name for name in names if name not in _NOT_OF_LOOPS)]
 
 
 def command(part: str, document: Path, loads: Sequence[Load], *, max_run_s: float) -> list[str]:
@@ -178,8 +178,8 @@ def command(part: str, document: Path, loads: Sequence[Load], *, max_run_s: floa
     ]
 
 
-def _said(names: Iterable[str]) -> list[str]:
+def _given_flags(names: Iterable[str]) -> list[str]:
     """Return the flags that were given or that `settings` set, as they are written."""
     ours = (*settings(), "model", "tensor_parallel_size")
-    said = [FLAGS[name] for name in names if FLAGS[name].present or name in ours]
-    return [flag.serialize() for flag in said if flag.value is not None]
+    given = [FLAGS[name] for name in names if FLAGS[name].present or name in ours]
+    return [flag.serialize() for flag in given if flag.value is not None]

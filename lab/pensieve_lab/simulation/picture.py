@@ -87,5 +87,5 @@ def _scale(latency: Axes, values_ms: Sequence[float]) -> None:
 
 
 def _history(one: SystemResult) -> tuple[float, float, float]:
-    on_gpu, on_cpu = one.found
+    on_gpu, on_cpu = one.hit_rates
     return on_gpu, on_cpu, max(1 - on_gpu - on_cpu, 0.0)

@@ -46,7 +46,7 @@ class SystemResult:
         return f"{self.name}\n{self.memory}"
 
     @property
-    def found(self) -> tuple[float, float]:
+    def hit_rates(self) -> tuple[float, float]:
         """Shares of history on the device and on the host."""
         return self.figures["gpu_hit_rate"], self.figures["cpu_hit_rate"]
 
@@ -93,7 +93,7 @@ def _row(one: SystemResult, stateless: SystemResult) -> list[object]:
         *(one.name, str(one.memory), figures["num_requests"]),
         *(f"{1e3 * latency[part]:.1f}" for part in ("mean", "p50", "p90", "p99")),
         *(f"{1e3 * first[part]:,.0f}" for part in ("mean", "p90")),
-        *(f"{share:.0%}" for share in one.found),
+        *(f"{share:.0%}" for share in one.hit_rates),
         *(one.computed_tokens, f"{saved['saved_prefill_share']:.0%}"),
         *(f"{figures['device_busy_s']:,.0f}", f"{saved['saved_gpu_share']:.0%}"),
     ]

@@ -75,7 +75,7 @@ class Outcome:
     Attributes:
       answers: completed answers.
       counters: changes of `Replica.counters`, summed over the replicas.
-      steps: changes of `Replica.steps`, likewise.
+      steps: changes of `Replica.steps`, summed over the replicas.
       seconds: virtual time of the window.
       num_unfinished: unanswered turns at its end.
       num_refused: sessions that ended early because they had outgrown the context, warm-up included.

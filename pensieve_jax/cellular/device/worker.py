@@ -163,7 +163,7 @@ class DeviceWorker:
     def poll(self) -> Iterator[Done]:
         """Yield the launches that have finished since the last call, in order."""
         while self._flying and self._has_ended(self._flying[0]):
-            yield self._told(self._flying.popleft())
+            yield self._to_done(self._flying.popleft())
             if self._lost is not None and not self._flying:
                 self.pools, self._lost = self._empty_pools(), None
 
@@ -202,13 +202,14 @@ class DeviceWorker:
     def _has_ended(self, one: _Flying) -> bool:
         return one.signal is None or bool(one.signal.is_ready())
 
-    def _told(self, one: _Flying) -> Done:
+    def _to_done(self, one: _Flying) -> Done:
         launch = one.launch
         if one.error is not None:
             return Done(launch, error=one.error, has_lost_state=one.has_lost_state, never_ran=one.never_ran)
         try:
             emitted = [
-                [np.asarray(told[place]) for told in one.emitted] for place in range(len(launch.kind.emits))
+                [np.asarray(emitted[place]) for emitted in one.emitted]
+                for place in range(len(launch.kind.emits))
             ]
             states = [
                 self._fields(read.kind, groups, len(read.rows))

@@ -73,12 +73,12 @@ def forget_conversation(connection: Connection, owner: str, conversation_id: str
     connection.execute("DELETE FROM idempotency WHERE owner = ? AND key >= ? AND key < ?", (owner, *bounds))
 
 
-def expire(connection: Connection, now_s: float, most: int) -> None:
-    """Free expired keys, the oldest first."""
+def expire(connection: Connection, now_s: float, max_num: int) -> None:
+    """Free up to `max_num` expired keys, the oldest first."""
     connection.execute(
         "DELETE FROM idempotency WHERE rowid IN (SELECT rowid FROM idempotency WHERE expires_at_s <= ? "
         "ORDER BY expires_at_s LIMIT ?)",
-        (now_s, most),
+        (now_s, max_num),
     )
 
 

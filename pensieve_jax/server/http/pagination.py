@@ -43,12 +43,12 @@ def page_query(query: QueryParams) -> PageQuery:
     return PageQuery(query.get("after"), limit, "asc" if order == "asc" else "desc")
 
 
-def limit_of(query: QueryParams, default: int, most: int) -> int:
-    """Read the `limit` of a request's query; raise ApiError 400."""
+def limit_of(query: QueryParams, default: int, max_limit: int) -> int:
+    """Read the `limit` of a request's query; raise ApiError 400 unless it is from 1 to `max_limit`."""
     given = query.get("limit", str(default))
     is_number = given.isascii() and given.isdecimal() and len(given) < 10
-    if not is_number or not 1 <= int(given) <= most:
-        raise invalid_value("limit", f"limit is {given[:20]!r}, but must be from 1 to {most}.")
+    if not is_number or not 1 <= int(given) <= max_limit:
+        raise invalid_value("limit", f"limit is {given[:20]!r}, but must be from 1 to {max_limit}.")
     return int(given)
 
 

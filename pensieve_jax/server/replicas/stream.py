@@ -140,18 +140,18 @@ class RoutedReply:
     def _new_text(self, text: str) -> str | None:
         """Return the new part of `text`, or None if the repeated part differs from the delivered text."""
         begin, self._come_chars = self._come_chars, self._come_chars + len(text)
-        num_told = min(self._num_chars - begin, len(text))
-        if num_told <= 0:
+        num_sent = min(self._num_chars - begin, len(text))
+        if num_sent <= 0:
             return text
         if len(self._text) > 1:
             self._text = ["".join(self._text)]
-        return text[num_told:] if self._text[0].startswith(text[:num_told], begin) else None
+        return text[num_sent:] if self._text[0].startswith(text[:num_sent], begin) else None
 
     def _new_ids(self, ids: Sequence[int]) -> list[int] | None:
         begin, self._come_ids = self._come_ids, self._come_ids + len(ids)
-        num_told = max(0, min(len(self._ids) - begin, len(ids)))
-        is_same = self._ids[begin : begin + num_told] == list(ids[:num_told])
-        return list(ids[num_told:]) if is_same else None
+        num_sent = max(0, min(len(self._ids) - begin, len(ids)))
+        is_same = self._ids[begin : begin + num_sent] == list(ids[:num_sent])
+        return list(ids[num_sent:]) if is_same else None
 
 
 class RoutedTurn:
