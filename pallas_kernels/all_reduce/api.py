@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.all_reduce.affine import Affine
-from pallas_kernels.all_reduce.peers import peers_limit
+from pallas_kernels.all_reduce.peer_access import peer_access_limit
 from pallas_kernels.all_reduce.specs import FASTER_WHOLE, MAX_DEVICES, MAX_ROW_BYTES, MAX_ROWS
 from pallas_kernels.devices import triton_device_limit
 from pallas_kernels.residual_norms import KINDS, NormSpec, add_and_norm
@@ -37,7 +37,7 @@ def devices_limit(devices: Sequence[jax.Device]) -> str | None:
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"it needs the extra 'triton' ({' and '.join(missing)} cannot be imported)"
-    return peers_limit([device.local_hardware_id for device in devices])
+    return peer_access_limit([device.local_hardware_id for device in devices])
 
 
 def supports(num_rows: int, width: int, dtype: Any, num_devices: int) -> bool:

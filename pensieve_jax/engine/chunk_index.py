@@ -40,44 +40,44 @@ class ChunkIndex[C: Indexed]:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._found: dict[int, C | dict[C, None]] = {}  # a set only if several conversations share a chunk
+        self._by_hash: dict[int, C | dict[C, None]] = {}  # a set only if several conversations share a chunk
 
     def __len__(self) -> int:
         """Return the number of distinct chunks."""
-        return len(self._found)
+        return len(self._by_hash)
 
     def enter(self, conversation: C) -> None:
         """Index the full chunks of a conversation that is new or has grown."""
         hashes, size = conversation.hashes, self._chunk_tokens
         before = hashes[-1] if hashes else _salt(conversation.owner)
-        for found in _chain(before, conversation.known_tokens[len(hashes) * size :], size):
-            hashes.append(found)
-            self._add(found, conversation)
+        for chunk_hash in _chain(before, conversation.known_tokens[len(hashes) * size :], size):
+            hashes.append(chunk_hash)
+            self._add(chunk_hash, conversation)
 
     def share(self, conversation: C, source: C, num_chunks: int) -> None:
         """Index a conversation that shares another's first chunks, as far as those were entered."""
         conversation.hashes = source.hashes[:num_chunks]
-        for found in conversation.hashes:
-            self._add(found, conversation)
+        for chunk_hash in conversation.hashes:
+            self._add(chunk_hash, conversation)
 
     def leave(self, conversation: C) -> None:
         """Remove a conversation that leaves memory."""
-        for known in conversation.hashes:
-            owners = self._found[known]
+        for chunk_hash in conversation.hashes:
+            owners = self._by_hash[chunk_hash]
             if owners is conversation:
-                del self._found[known]
+                del self._by_hash[chunk_hash]
             else:
                 assert isinstance(owners, dict)
                 del owners[conversation]
                 if not owners:
-                    del self._found[known]
+                    del self._by_hash[chunk_hash]
         conversation.hashes = []
 
     def longest(self, owner: str, tokens: Sequence[int]) -> tuple[C, int] | None:
         """Return the conversation with the most leading full chunks of `tokens`, and their token count."""
         best, num_tokens = None, 0
-        for known in _chain(_salt(owner), tokens, self._chunk_tokens):
-            owners = self._found.get(known)
+        for chunk_hash in _chain(_salt(owner), tokens, self._chunk_tokens):
+            owners = self._by_hash.get(chunk_hash)
             if owners is None:
                 break
             num_tokens += self._chunk_tokens
@@ -88,12 +88,12 @@ class ChunkIndex[C: Indexed]:
             return None  # a hash collision: the only cost is that nothing is shared
         return best
 
-    def _add(self, known: int, conversation: C) -> None:
-        owners = self._found.setdefault(known, conversation)
+    def _add(self, chunk_hash: int, conversation: C) -> None:
+        owners = self._by_hash.setdefault(chunk_hash, conversation)
         if isinstance(owners, dict):
             owners[conversation] = None
         elif owners is not conversation:
-            self._found[known] = {owners: None, conversation: None}
+            self._by_hash[chunk_hash] = {owners: None, conversation: None}
 
 
 def _salt(owner: str) -> int:

@@ -53,31 +53,31 @@ d: dropped or not computed yet.
 
 
 def explain(
-    found: LiveConversation | ConversationRecord,
+    target: LiveConversation | ConversationRecord,
     prefixes: PrefixTable,
     cache: CacheManager,
     journal: DropJournal,
     config: EngineConfig,
 ) -> Explanation:
     """Explain the KV cache of a conversation that is in memory, or only in the history."""
-    if isinstance(found, ConversationRecord):
-        sequence, num_tokens = CachedSequence(found.conversation_id), len(found.token_ids)
-        sequence.begin_with(prefixes.find(found.token_ids.tolist()))  # as loading it for a turn would do
+    if isinstance(target, ConversationRecord):
+        sequence, num_tokens = CachedSequence(target.conversation_id), len(target.token_ids)
+        sequence.begin_with(prefixes.find(target.token_ids.tolist()))  # as loading it for a turn would do
         subject = _Subject(sequence.sequence_id, sequence, num_tokens, num_tokens - 1)
     else:
-        conversation, sequence = found.conversation, found.sequence
+        conversation, sequence = target.conversation, target.sequence
         subject = _Subject(
             sequence.sequence_id,
             sequence,
             len(conversation.token_ids),
             max(sequence.num_kv_tokens, conversation.num_computed_tokens),
-            live=found,
+            live=target,
         )
     return _explained(subject, cache, journal, config)
 
 
 def explain_turn(
-    found: Branch | ConversationRecord,
+    target: Branch | ConversationRecord,
     turn_id: str,
     beginning: tuple[Branch, int] | None,
     cache: CacheManager,
@@ -88,14 +88,14 @@ def explain_turn(
 
     For a turn in the history only, `beginning` is a branch that begins with as many of its tokens.
     """
-    if isinstance(found, Branch):
-        conversation, sequence = found.conversation, found.sequence
-        num_tokens = found.path[turn_id].num_tokens
+    if isinstance(target, Branch):
+        conversation, sequence = target.conversation, target.sequence
+        num_tokens = target.path[turn_id].num_tokens
         num_computed = min(num_tokens, max(sequence.num_kv_tokens, conversation.num_computed_tokens))
-        is_tip = found.tip == turn_id
-        subject = _Subject(turn_id, sequence, num_tokens, num_computed, live=found, is_extended=is_tip)
+        is_tip = target.tip == turn_id
+        subject = _Subject(turn_id, sequence, num_tokens, num_computed, live=target, is_extended=is_tip)
     else:
-        num_tokens = len(found.token_ids)
+        num_tokens = len(target.token_ids)
         sequence, num_known = CachedSequence(turn_id), 0
         if beginning is not None:
             sequence, num_known = beginning[0].sequence, beginning[1] // cache.chunk_tokens

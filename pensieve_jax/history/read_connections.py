@@ -53,7 +53,7 @@ class ReadConnections[C](ABC):
         self._drop_idle()
 
     def _run[T](self, work: Callable[[C], T]) -> T:
-        connection = self._taken()
+        connection = self._take()
         has_failed = True
         try:
             result = self._read(connection, work)
@@ -75,7 +75,7 @@ class ReadConnections[C](ABC):
         for connection in idle:
             self._close(connection)
 
-    def _taken(self) -> C:
+    def _take(self) -> C:
         with self._mutex:
             if self._is_closed:
                 raise HistoryError(f"history is {self._shown!r}, whose reader is closed.")

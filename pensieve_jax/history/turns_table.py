@@ -53,7 +53,7 @@ _UNNEEDED: Final = """SELECT parent_id FROM turns AS one WHERE owner = ? AND tur
 
 def insert(connection: Connection, row: TurnRow) -> None:
     """Add a turn as it is; raise InvalidRequestError for an id that is taken."""
-    connection.execute_changing(_INSERT, row, lambda: _taken(row))
+    connection.execute_changing(_INSERT, row, lambda: _id_in_use(row))
 
 
 def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
@@ -81,10 +81,10 @@ def _misplaced(connection: Connection, row: TurnRow, field: str) -> PensieveErro
         return UnknownTurnError(str(row.parent_id))
     if row.turn_index != parent[0]:
         return InvalidRequestError(f"{field}.turn_index", row.turn_index, f"{parent[0]}, as its parent says")
-    return _taken(row)
+    return _id_in_use(row)
 
 
-def _taken(row: TurnRow) -> PensieveError:
+def _id_in_use(row: TurnRow) -> PensieveError:
     return InvalidRequestError("turn_id", row.turn_id, "an id that no turn has yet")
 
 

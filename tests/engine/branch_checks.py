@@ -24,9 +24,9 @@ def check_branches(table: ConversationTable, tokens: Mapping[str, Sequence[int]]
         assert branch.conversation.num_turns == len(branch.path)
         assert branch in branches._by_owner[branch.owner]
         for known_hash in branch.hashes:
-            who = branches._chunks._found[known_hash]
+            who = branches._chunks._by_hash[known_hash]
             assert branch is who or branch in who, "an entry of the index is not the branch's"
     assert {branch for found in branches._by_turn.values() for branch in found} <= set(live)
     assert {branch for found in branches._by_owner.values() for branch in found} == set(live)
-    for who in branches._chunks._found.values():
+    for who in branches._chunks._by_hash.values():
         assert set(who if isinstance(who, dict) else [who]) <= set(live), "an entry outlived its branch"

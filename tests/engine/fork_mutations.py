@@ -244,10 +244,10 @@ def turns_end_a_token_early(patch):
 def _find_without_looking(self, owner, tokens):
     """Find a match as `ChunkIndex.longest`, but without comparing tokens."""
     best, num_tokens = None, 0
-    for known in chunk_index._chain(chunk_index._salt(owner), tokens, self._chunk_tokens):
-        if known not in self._found:
+    for chunk_hash in chunk_index._chain(chunk_index._salt(owner), tokens, self._chunk_tokens):
+        if chunk_hash not in self._by_hash:
             break
-        who, num_tokens = self._found[known], num_tokens + self._chunk_tokens
+        who, num_tokens = self._by_hash[chunk_hash], num_tokens + self._chunk_tokens
         best = (next(iter(who)) if isinstance(who, dict) else who), num_tokens
     return best
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from model_defs import make_mesh
 from pallas_kernels import all_reduce
-from pallas_kernels.all_reduce import Affine, ExchangeMemory, SumArgumentError, peers, specs
+from pallas_kernels.all_reduce import Affine, ExchangeMemory, SumArgumentError, peer_access, specs
 from pallas_kernels.residual_norms import NormSpec
 from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 from tests.kernels.test_jax_triton import can_lower
@@ -199,16 +199,16 @@ BOTH = {(1, 3), (3, 1)}
     ],
 )
 def test_peer_access_and_atomics_are_required(ordinals, reached, has_atomics, limit, monkeypatch):
-    monkeypatch.setattr(peers.ctypes, "CDLL", lambda name: Driver(reached, has_atomics))
-    assert peers.peers_limit(ordinals) == limit
+    monkeypatch.setattr(peer_access.ctypes, "CDLL", lambda name: Driver(reached, has_atomics))
+    assert peer_access.peer_access_limit(ordinals) == limit
 
 
 def test_without_a_driver_there_is_no_peer_access(monkeypatch):
     def missing(name):
         raise OSError(f"{name}: not there")
 
-    monkeypatch.setattr(peers.ctypes, "CDLL", missing)
-    assert "libcuda.so.1: not there" in peers.peers_limit([0, 1])
+    monkeypatch.setattr(peer_access.ctypes, "CDLL", missing)
+    assert "libcuda.so.1: not there" in peer_access.peer_access_limit([0, 1])
 
 
 def test_tables_have_the_addresses_of_all_devices():

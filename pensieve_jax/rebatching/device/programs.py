@@ -263,13 +263,13 @@ def insert(
 def take_row(state: RingState, index: jax.Array, places: jax.Array) -> jax.Array:
     """Copy a row of the ring without its holes: the columns at `places`, in order."""
 
-    def taken(pool: jax.Array) -> jax.Array:
+    def columns_of(pool: jax.Array) -> jax.Array:
         return jnp.take(lax.dynamic_index_in_dim(pool, index, keepdims=False), places, axis=1)
 
     sizes = (len(state.keys), 2, state.keys[0].shape[1], places.shape[0], state.keys[0].shape[3])
     row = jnp.zeros(sizes, state.keys[0].dtype)
     for layer, (keys, values) in enumerate(zip(state.keys, state.values, strict=True)):
-        row = row.at[layer].set(jnp.stack([taken(keys), taken(values)]))
+        row = row.at[layer].set(jnp.stack([columns_of(keys), columns_of(values)]))
     return row
 
 

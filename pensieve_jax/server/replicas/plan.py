@@ -97,15 +97,15 @@ def config_of(values: Mapping[str, Any]) -> EngineConfig:
         left["max_num_batched_tokens"] = buckets[-1]
     groups: dict[str, Any] = {}
     for group, kind in _GROUPS.items():
-        groups[group] = kind(**_taken(kind, left))
-    own = _taken(EngineConfig, left)
+        groups[group] = kind(**_pop_fields(kind, left))
+    own = _pop_fields(EngineConfig, left)
     if left:
         name, value = next(iter(left.items()))
         raise ConfigError(f"engine.{name}", value, "omitted, as there is no such field", "see docs/using.md")
     return EngineConfig(**own, **groups)
 
 
-def _taken(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+def _pop_fields(kind: type, values: dict[str, Any]) -> dict[str, Any]:
     """Remove the fields of a class from `values` and return them, with lists as tuples."""
     names = [option.name for option in options_of(kind) if option.name not in _GROUPS]
     found = {name: values.pop(name) for name in names if name in values}

@@ -222,12 +222,12 @@ class OutStream:
 
 def notice_silence(transport: asyncio.BaseTransport) -> None:
     """Let the system detect a lost peer, even while no data is sent."""
-    found: socket.socket = transport.get_extra_info("socket")
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection: socket.socket = transport.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 1000 * _SILENT_S}
     for name, value in options.items():  # some systems lack some of them
         if (option := getattr(socket, name, None)) is not None:
-            found.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Inbox:

@@ -161,7 +161,7 @@ class RetryingSubmission:
         if isinstance(error, EngineDiedError):
             return error
         # Ray may send a turn again by itself. If its id is in use, the history may have its output.
-        if self.num_runs == 1 and not (reply.spec.node is not None and _says_taken(error)):
+        if self.num_runs == 1 and not (reply.spec.node is not None and _says_id_in_use(error)):
             reply.fail(error)
             return None
         return _not_again(reply, error)
@@ -218,13 +218,13 @@ def _not_again(reply: RoutedReply, error: Exception) -> EngineDiedError | None:
     If no replica has accepted the turn and its id is free, the turn fails with this error, because its client
     can still start again. Otherwise return EngineDiedError, so that the history is queried.
     """
-    if reply.is_accepted or _says_taken(error):
+    if reply.is_accepted or _says_id_in_use(error):
         return EngineDiedError(f"{_AGAIN}: {error}")
     reply.fail(error)
     return None
 
 
-def _says_taken(error: Exception) -> bool:
+def _says_id_in_use(error: Exception) -> bool:
     """Return whether an error says that the turn's id is in use: the turn is stored already or still runs."""
     return getattr(error, "field", None) == "turn_id"
 

@@ -46,7 +46,7 @@ class StartReport:
         """Begin the report of a start that begins now; `say` writes a line."""
         self._num_replicas = num_replicas
         self._say, self._now_s = say, now_s
-        self._began_s = self._said_s = now_s()
+        self._began_s = self._reported_s = now_s()
         self._num_ready = 0
         self._problems: set[str] = set()
 
@@ -61,7 +61,7 @@ class StartReport:
         if status.num_ready < self._num_ready:
             self._tell(f"a replica was lost: {status.num_ready} of {self._num_replicas} are ready")
         self._num_ready = status.num_ready
-        if self._now_s() - self._said_s >= SILENCE_S:
+        if self._now_s() - self._reported_s >= SILENCE_S:
             self._tell(f"waiting for {self._what_is_left(status)}, {self._passed} so far")
 
     # Private methods
@@ -79,7 +79,7 @@ class StartReport:
         return f"{self._now_s() - self._began_s:.0f} s"
 
     def _tell(self, line: str) -> None:
-        self._said_s = self._now_s()
+        self._reported_s = self._now_s()
         self._say(line)
 
 

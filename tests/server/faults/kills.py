@@ -27,7 +27,7 @@ import numpy as np
 from pensieve_jax.core.sampling_params import SamplingParams
 from tests.engine.oracles import FakeBench, TurnFacts
 from tests.server.faults.served import TIMEOUT_S, FaultyServer
-from tests.server.faults.worker import FORKS, Death
+from tests.server.faults.worker import FORKS, PlannedKill
 
 _AGAIN = (409, 500, 503)
 _PATIENCE_S = 600.0
@@ -68,11 +68,11 @@ class Scene:
         return sum(one.seen is not None for one in self.sent)
 
 
-def plan(draw: random.Random, num_deaths: int) -> list[Death]:
+def plan(draw: random.Random, num_deaths: int) -> list[PlannedKill]:
     """Draw deaths of every kind, early and late."""
     whos: Sequence[Any] = ("engine", "engine", "engine", "front", "both")
     return [
-        Death(
+        PlannedKill(
             draw.choice(whos), draw.choice(("in", "out")), draw.randint(1, draw.choice((2500, 6000, 20000)))
         )
         for _ in range(num_deaths)

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from tests.server.faults.worker import PLAN, Death
+from tests.server.faults.worker import PLAN, PlannedKill
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0
@@ -28,7 +28,7 @@ class FaultyServer:
         num_starts: starts of the front end.
     """
 
-    def __init__(self, directory: Path, deaths: Sequence[Death] = (), **environment: str) -> None:
+    def __init__(self, directory: Path, deaths: Sequence[PlannedKill] = (), **environment: str) -> None:
         self.history = directory / "history.sqlite"
         self._plan = directory / "plan"
         self._plan.write_text("".join(json.dumps(death) + "\n" for death in deaths))

@@ -34,7 +34,7 @@ front_pid: int | None = None
 """Pid of the front end, if that is not this process's parent."""
 
 
-class Death(NamedTuple):
+class PlannedKill(NamedTuple):
     """A kill of `who` after `num_bytes` bytes in direction `way` at the engine's end of the wire."""
 
     who: Literal["engine", "front", "both"]
@@ -42,14 +42,14 @@ class Death(NamedTuple):
     num_bytes: int
 
 
-class MortalSocket(socket.socket):
+class KillingSocket(socket.socket):
     """Socket that passes the planned number of bytes, then kills."""
 
-    death: Death | None = None
+    kill: PlannedKill | None = None
     left = 0
 
     def recv(self, size: int, flags: int = 0) -> bytes:
-        if self.death is None or self.death.way == "out":
+        if self.kill is None or self.kill.way == "out":
             return super().recv(size, flags)
         if not self.left:
             self._die()
@@ -58,7 +58,7 @@ class MortalSocket(socket.socket):
         return data
 
     def send(self, data: Any, flags: int = 0) -> int:
-        if self.death is None or self.death.way == "in":
+        if self.kill is None or self.kill.way == "in":
             return super().send(data, flags)
         if not self.left:
             self._die()
@@ -69,12 +69,12 @@ class MortalSocket(socket.socket):
         return sent
 
     def _die(self) -> None:
-        assert self.death is not None
-        if self.death.who != "engine":
+        assert self.kill is not None
+        if self.kill.who != "engine":
             os.kill(front_pid or os.getppid(), signal.SIGKILL)
-        if self.death.who != "front":
+        if self.kill.who != "front":
             os.kill(os.getpid(), signal.SIGKILL)
-        self.death = None
+        self.kill = None
 
 
 class CheckedServer(EngineServer):
@@ -97,7 +97,7 @@ class CheckedServer(EngineServer):
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    with MortalSocket(fileno=int(sys.argv[1])) as front:
+    with KillingSocket(fileno=int(sys.argv[1])) as front:
         start = _first_message(front)
         if start is None:
             return 0
@@ -109,8 +109,8 @@ def main() -> int:
         except PensieveError as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
-        front.death = _next_death()
-        front.left = front.death.num_bytes if front.death else 0
+        front.kill = _next_kill()
+        front.left = front.kill.num_bytes if front.kill else 0
         info = EngineInfo(
             model_name="fake",
             source=MODEL,
@@ -142,14 +142,14 @@ class _Forgetful(list[Any]):
         pass
 
 
-def _next_death() -> Death | None:
+def _next_kill() -> PlannedKill | None:
     plan = os.environ.get(PLAN)
     if plan is None:
         return None
     path = Path(plan)
     first, _, rest = path.read_text().partition("\n")
     path.write_text(rest)
-    return Death(*json.loads(first)) if first and first != "null" else None
+    return PlannedKill(*json.loads(first)) if first and first != "null" else None
 
 
 if __name__ == "__main__":

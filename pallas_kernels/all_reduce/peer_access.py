@@ -15,7 +15,7 @@ _ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _SUCCESS = 0
 
 
-def peers_limit(ordinals: Iterable[int]) -> str | None:
+def peer_access_limit(ordinals: Iterable[int]) -> str | None:
     """Return why the GPUs with these visible ordinals cannot exchange through memory; None if they can."""
     try:
         driver: Any = ctypes.CDLL("libcuda.so.1")
