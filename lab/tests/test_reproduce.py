@@ -187,7 +187,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(reproduce, experiments, mon
             known[place] = simulate(point)
         return known[place]._replace(point=point)
 
-    monkeypatch.setattr(experiments("kept"), "measure", measure)
+    monkeypatch.setattr(experiments("point_cache"), "measure", measure)
     _, first = reproduce("fig13", keep=tmp_path)
     num_points = len(simulated)
     assert num_points == len(list(tmp_path.iterdir())) > 2
@@ -200,17 +200,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(reproduce, experiments, mon
     assert len(simulated) == 2 * num_points + 1
 
 
-def test_a_kept_point_is_of_the_same_trace_and_code(experiments, monkeypatch, tmp_path):
-    kept, points = experiments("kept"), experiments("points")
+def test_a_cached_point_is_of_the_same_trace_and_code(experiments, monkeypatch, tmp_path):
+    cache, points = experiments("point_cache"), experiments("points")
     workloads = experiments("workloads")
     trace = tmp_path / "trace.jsonl"
     trace.write_text("{}")
     workload = workloads.Workload(trace=(trace, "pensieve"), rate_per_s=1.0)
 
     def key(**fields):
-        kept._digest.cache_clear()
+        cache._digest.cache_clear()
         described = {"panel": "", "series": "", "x": 1.0, "seed": 0, "device": "h200", "model": "opt-13b"}
-        return kept.key(points.Point(**described | {"engine": None, "workload": workload} | fields))
+        return cache.key(points.Point(**described | {"engine": None, "workload": workload} | fields))
 
     first = key()
     assert key() == first
@@ -221,7 +221,7 @@ def test_a_kept_point_is_of_the_same_trace_and_code(experiments, monkeypatch, tm
     elsewhere = trace.rename(tmp_path / "elsewhere.jsonl")
     assert key(workload=dataclasses.replace(workload, trace=(elsewhere, "pensieve"))) == first
     elsewhere.rename(trace)
-    monkeypatch.setattr(kept, "_code_digest", lambda: "other code")
+    monkeypatch.setattr(cache, "_code_digest", lambda: "other code")
     assert key() != first
 
 
@@ -485,7 +485,7 @@ def test_made_conversations_are_near_the_thesis(reproduce):
 @pytest.mark.long
 def test_kept_points_go_by_all_code_that_a_point_runs(experiments):
     """This runs in its own process, since this one has imported more."""
-    kept = experiments("kept")
+    kept = experiments("point_cache")
     hashed = {path.resolve() for pattern in kept._CODE for path in kept._ROOT.glob(pattern)}
     script = (
         "import sys, pensieve_lab.experiments.points\n"
