@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve_jax.cellular.tables import DROPPED, Nodes, Subgraphs
 
-_NOTHING = np.empty(0, np.int64)
+_NO_NODES = np.empty(0, np.int64)
 
 
 class ReadyQueue:
@@ -22,7 +22,7 @@ class ReadyQueue:
 
     def __init__(self, nodes: Nodes, subgraphs: Subgraphs, *, num_workers: int) -> None:
         self._nodes, self._subgraphs, self._is_shared = nodes, subgraphs, num_workers > 1
-        self._front = _NOTHING
+        self._front = _NO_NODES
         self._fifo = IntFifo()
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class ReadyQueue:
             self._front = self._front[np.argsort(seq, kind="stable")]
 
     def take(self, worker: int, max_num: int) -> np.ndarray:
-        """Take up to `max_num` nodes that `worker` may run; in the front, prefer those with inputs on it."""
+        """Take up to `max_num` nodes that `worker` may run. Front nodes whose inputs it holds come first."""
         if self._is_shared:
             places = np.flatnonzero(self._is_free_for(worker))
             if len(places) > max_num:

@@ -63,7 +63,7 @@ def num_pages_in(
       ConfigError: a device does not report its memory, or not even two pages fit.
     """
     field = "cache.gpu_memory_fraction"
-    found = []
+    nums_pages = []
     for device in devices:
         limit_bytes = device_memory.memory_limit_bytes(device)
         if limit_bytes is None:
@@ -80,8 +80,8 @@ def num_pages_in(
                 f"and a page {page_bytes:,}"
             )
             raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
-        found.append(num_pages)
-    return min(found)
+        nums_pages.append(num_pages)
+    return min(nums_pages)
 
 
 @dataclass(frozen=True)

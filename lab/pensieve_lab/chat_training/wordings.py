@@ -25,7 +25,7 @@ class Wordings(Enum):
     TRAINING = auto()
     NEW_SENTENCES = auto()  # the last of every list: other words, but constructions like those of training
     NEW_CONSTRUCTIONS = auto()  # sentences whose construction does not occur in training
-    TEST_CONSTRUCTIONS = auto()  # further ones (`held_out`), by which nothing was tuned
+    TEST_CONSTRUCTIONS = auto()  # further ones (`held_out`), used for no choice in development
 
 
 def training_wordings(every: Sequence[str]) -> Sequence[str]:

@@ -48,7 +48,7 @@ def test_a_translation_has_the_requested_number_of_words(model, engine):
         assert agree(output.tokens, translate(WEIGHTS, ids, 9, GO))
 
 
-def test_another_word_may_end_it(model, engine):
+def test_another_word_may_end_a_translation(model, engine):
     """The model would write it anyway: the word in the middle ends at its first occurrence."""
     ids = SOURCES[6]
     whole = engine.run([model.request(ids, num_target_steps=8)])[0].tokens
