@@ -117,7 +117,7 @@ def _unified() -> list[Line]:
             "13" if of_paper else "as 13, ours",
             f"{panel}, {1e3 * one['level_s']:g} ms/token",
             "unified serves more (no number in the text)" if of_paper else "not shown",
-            f"{range_of(one['ratio_by_seed'])} x phases apart",
+            f"{range_of(one['ratio_by_seed'])} x separate phases",
         )
         for panel in panels_of(results)
         for one in [at_level(results, "pensieve", panel)]
