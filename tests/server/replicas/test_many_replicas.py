@@ -141,7 +141,7 @@ class Cluster:
         ray.shutdown()
 
 
-def wait_until(is_so: Any, timeout_s: float = 120.0) -> None:
+def wait_until(is_so: Any, timeout_s: float = 300.0) -> None:
     """Poll until another process, which sends no notification, has fulfilled a condition."""
     until_s = time.monotonic() + timeout_s
     tick = threading.Event()
