@@ -95,12 +95,8 @@ check-wheel: $(STAMP)
 	VENV=$(VENV) sh .ci/check_wheel
 
 # A page or a docstring that Sphinx warns of fails, as does a link to a page, a heading or a file that is not there.
-docs: $(VENV)/.docs
+docs: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs/site . build/site
-
-$(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[docs]"
-	touch $@
 
 bench-scheduler: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pensieve_lab.programs.benchmark_scheduler

@@ -24,8 +24,8 @@ EXEMPT = (
     ),
 )
 PATTERN = ("*", "{", "$", "<")  # what follows the constant part of one
-EXAMPLES = {"tests/file.py", "docs/PAGE.md"}  # CONTRIBUTING.md says what to put there
-EXAMPLES |= {"docs/site/index"}  # as Sphinx names a page
+# Names for which CONTRIBUTING.md says what to put there, and a page as Sphinx names it.
+EXAMPLES = {"tests/file.py", "docs/PAGE.md", "docs/site/index"}
 
 
 def tracked() -> list[str]:
