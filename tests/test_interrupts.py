@@ -1,7 +1,7 @@
 """Ctrl-C at every line that the host runs: every turn keeps an owner, and only running turns are lost.
 
-`make test` interrupts a sixth of the package's lines at their first run, the long tests all others. The long
-tests also interrupt later runs of lines, one in `INTERRUPTS_STRIDE` (with 1 all, in a quarter of an hour of a
+`make test` interrupts a twelfth of the package's lines at their first run, and long tests all others. These
+also interrupt later runs of lines, one in `INTERRUPTS_STRIDE` (with 1 all, in a quarter of an hour of a
 core), and interrupt some again during the cleanup after the first interrupt. `INTERRUPTS_SEED` determines
 the first line.
 """
@@ -277,7 +277,9 @@ def first_lines(patch: pytest.MonkeyPatch, name: str) -> dict[Line, int]:
     return _first_lines[name]
 
 
-@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a sixth", "rest"])
+@pytest.mark.parametrize(
+    "rest", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a twelfth", "rest"]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupt_at_the_first_run_of_a_line(
     monkeypatch: pytest.MonkeyPatch, name: str, rest: bool
@@ -287,8 +289,8 @@ def test_an_interrupt_at_the_first_run_of_a_line(
     lines = first_lines(monkeypatch, name)
     todo = [(line, number) for line, number in lines.items() if line not in before]
     assert todo
-    sixth = strided(len(todo), 1, 6)
-    numbers = [number for number in range(1, len(todo) + 1) if number not in sixth] if rest else sixth
+    some = strided(len(todo), 1, 12)
+    numbers = [number for number in range(1, len(todo) + 1) if number not in some] if rest else some
     for line, number in (todo[n - 1] for n in numbers):
         assert interrupt(monkeypatch, name, number).come == [line]
     print(f"{name}: {len(numbers)} of {len(todo)} new lines of {len(lines)}, 0 conversations busy")

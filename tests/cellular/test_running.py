@@ -95,7 +95,7 @@ class Slow:
 SLOW = Slow()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, *(pytest.param(num, marks=pytest.mark.long) for num in (2, 3))])
 def slow_engine(request: pytest.FixtureRequest) -> Iterator[CellularEngine]:
     config = CellularConfig(num_rows=16, num_devices=request.param, max_num_tasks=1, launches_in_flight=1)
     unfold = lambda num, graph: graph.returns(graph.chain(SLOW, num=num)[-1])  # noqa: E731

@@ -84,7 +84,7 @@ def is_left_alone(location: Path | str, request: pytest.FixtureRequest) -> bool:
 @pytest.mark.parametrize(
     ("location", "num_kills"),
     [
-        ("file", 8),
+        ("file", 3),
         pytest.param("file", enough(16, 200), marks=pytest.mark.long),
         pytest.param("postgres", enough(8, 100), marks=pytest.mark.long),
     ],

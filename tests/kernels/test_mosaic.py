@@ -25,12 +25,16 @@ from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.shapes import Heads
 from pallas_kernels.ragged_paged_attention.tile_lists import MERGE_FIRST_ROW
 from tests.kernels.batches import Room, assert_equals_reference, make_batch
+from tests.seeds import EVERYTHING
 
 SCALE = 0.13
 SMALL = TileClass(16, 32, 4, 2, 64, 8)
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages; some are split.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128)]
 FEW_ROWS = [(37, 70), (5, 320), (1, 1), (0, 12), (2, 128)]
+# Batches with the most padding: no rows, a row without tokens, one token. Each takes as long as a full batch.
+PADDED: list[list[tuple[int, int]]] = [[], [(0, 0)], [(1, 1)]]
+ONE_TOKEN = PADDED if EVERYTHING else PADDED[-1:]
 SPARE_HEADS = "bfloat16", (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8))
 SERVED: dict[str, Any] = {
     "num_tokens": 256, "max_num_seqs": 8, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128,
@@ -42,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "page_size", "dtype", "classes"),
+    ("rows", "heads", "page_size", "dtype", "classes", "padded"),
     [
         pytest.param(
             ROWS,
@@ -50,6 +54,7 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             32,
             "bfloat16",
             (SMALL, mosaic_class(128, 128, 2, 128, 8)),
+            ONE_TOKEN,
             marks=pytest.mark.long,
         ),
         pytest.param(
@@ -58,10 +63,11 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             16,
             "float16",
             (mosaic_class(64, 64, 3, 64, 8), mosaic_class(128, 64, 2, 128, 8)),
+            ONE_TOKEN,
             marks=pytest.mark.long,
         ),
-        pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
-        pytest.param(FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS, marks=pytest.mark.long),
+        pytest.param(ROWS, Heads(14, 2, 64), 32, *SPARE_HEADS, ONE_TOKEN, marks=pytest.mark.long),
+        pytest.param(FEW_ROWS, Heads(6, 2, 64), 32, *SPARE_HEADS, ONE_TOKEN, marks=pytest.mark.long),
         # With 128 and 22 tokens the second range leaves a warpgroup without tokens, over up to four blocks.
         # 64 tokens fill the first warpgroup exactly; with 70 the second has six.
         pytest.param(
@@ -70,13 +76,19 @@ pytestmark = pytest.mark.usefixtures("checked_interpreter")
             16,
             "bfloat16",
             (mosaic_class(128, 64, 2, 256, 8),),
+            PADDED,
             marks=pytest.mark.long,
         ),
     ],
     ids=["with_triton", "two_classes", "spare_heads", "spare_head", "warpgroup_stands_by"],
 )
 def test_equals_reference(
-    rows: list[tuple[int, int]], heads: Heads, page_size: int, dtype: str, classes: tuple[TileClass, ...]
+    rows: list[tuple[int, int]],
+    heads: Heads,
+    page_size: int,
+    dtype: str,
+    classes: tuple[TileClass, ...],
+    padded: list[list[tuple[int, int]]],
 ) -> None:
     batch = make_batch(np.random.default_rng(page_size), rows, heads, page_size=page_size, dtype=dtype)
     spec = tile_spec(
@@ -93,8 +105,7 @@ def test_equals_reference(
     # Interpreted kernels are large programs that run once: compile them fast rather than well.
     jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
     assert_equals_reference(jitted(jnp.asarray(tiles), *batch), batch, SCALE)
-    # With the most padding: no rows, a row without tokens, one token.
-    for few_rows in ([], [(0, 0)], [(1, 1)]):
+    for few_rows in padded:
         room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
         rng = np.random.default_rng(0)
         few = make_batch(rng, few_rows, heads, page_size=page_size, dtype=dtype, room=room)

@@ -32,11 +32,15 @@ from pallas_kernels.ragged_paged_attention.shapes import Heads
 from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, stored
 from tests.kernels.cross_lower import lower_byte_attention
 from tests.kernels.lane_memory import Memory
+from tests.seeds import EVERYTHING
 
 SCALE = 0.13
 # Whole tiles and partial ones, one key and none, ends inside and at the end of pages and blocks; splits.
 ROWS = [(70, 70), (33, 200), (5, 320), (1, 1), (0, 12), (64, 128), (1, 300)]
 FEW_ROWS = [(70, 70), (5, 290), (0, 12), (2, 128)]
+# Batches with the most padding: no rows, a row without tokens, one token. Each takes as long as a full batch.
+PADDED: list[list[tuple[int, int]]] = [[], [(0, 0)], [(1, 1)]]
+ONE_TOKEN = PADDED if EVERYTHING else PADDED[-1:]
 
 
 def converted(kv_dtype: str, page_size: int, block_kv: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,19 +147,22 @@ def attention(
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "page_size", "kv_dtype", "classes"),
+    ("rows", "heads", "page_size", "kv_dtype", "classes", "padded"),
     [
         pytest.param(
-            FEW_ROWS, Heads(2, 1, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 4),), id="alone"
+            FEW_ROWS, Heads(2, 1, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 4),), PADDED,
+            id="alone",
         ),
         pytest.param(
             ROWS, Heads(4, 1, 128), 32, "int8",
             (byte_class(8, 128, 2, 2, 128, 8), byte_prompt_class(128, 64, 2, 128, 8)),
+            ONE_TOKEN,
             id="beside_decoding",
         ),
         pytest.param(
             FEW_ROWS, Heads(5, 1, 128), 64, "float8_e4m3fn",
             (byte_class(8, 64, 1, 3, 128, 16), byte_prompt_class(64, 128, 2, 128, 8)),
+            ONE_TOKEN,
             id="group5",
         ),
     ],
@@ -163,12 +170,16 @@ def attention(
 @pytest.mark.long  # in seconds: blocks that become numbers, scales that are wrong, and that it lowers
 @pytest.mark.usefixtures("checked_interpreter")
 def test_equals_reference(
-    rows: list[tuple[int, int]], heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...]
+    rows: list[tuple[int, int]],
+    heads: Heads,
+    page_size: int,
+    kv_dtype: str,
+    classes: tuple[TileClass, ...],
+    padded: list[list[tuple[int, int]]],
 ) -> None:
     batch, attend = attention(rows, heads, page_size, kv_dtype, classes)
     assert_equals_reference(attend(batch), batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
-    # With the most padding: no rows, a row without tokens, one token.
-    for few_rows in ([], [(0, 0)], [(1, 1)]):
+    for few_rows in padded:
         room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
         rng = np.random.default_rng(0)
         few = make_batch(rng, few_rows, heads, page_size=page_size, dtype="bfloat16", room=room)

@@ -58,7 +58,7 @@ def lowered(num_layers: int, backend: str, num_devices: int) -> str:
     [
         ("pallas_triton", 1),
         pytest.param("pallas_triton", 2, marks=pytest.mark.long),
-        ("pallas_mosaic_gpu", 1),
+        pytest.param("pallas_mosaic_gpu", 1, marks=pytest.mark.long),
     ],
 )
 def test_kernels_are_lowered_once_for_all_layers(backend, num_devices):

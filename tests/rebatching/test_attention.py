@@ -67,7 +67,9 @@ def test_a_step_attends_as_a_dense_model(place):
 
 
 @pytest.mark.parametrize("place", range(LENGTH))
-@pytest.mark.parametrize(("num_new", "num_queries"), [(2, 2), (2, 8), (5, 8)])
+@pytest.mark.parametrize(
+    ("num_new", "num_queries"), [(2, 2), pytest.param(2, 8, marks=pytest.mark.long), (5, 8)]
+)
 def test_a_shaped_step_attends_as_a_dense_model(place, num_new, num_queries, monkeypatch):
     """One row takes a prompt, in blocks of queries; the other takes a token, and its rest is empty."""
     monkeypatch.setattr("pensieve_jax.rebatching.device.attention._BLOCK", 4)

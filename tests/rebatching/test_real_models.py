@@ -210,7 +210,10 @@ def paged():
         return prompts, params, priorities, llm.generate(prompts, params)
 
 
-@pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
+@pytest.mark.parametrize(
+    "insertion",
+    [pytest.param("embed", marks=pytest.mark.long), "shape", pytest.param("none", marks=pytest.mark.long)],
+)
 def test_answers_equal_the_paged_engines(paged, insertion):
     prompts, params, priorities, expected = paged
     bench = Bench("llama-tiny", insertion)

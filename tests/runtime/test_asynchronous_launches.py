@@ -18,7 +18,7 @@ from pensieve_jax.runtime.asynchronous_launches import VARIABLE, ask_for_asynchr
     ("before", "said", "asked", "is_set"),
     [
         ("", {}, True, True),
-        ("", {VARIABLE: "0"}, False, True),
+        pytest.param("", {VARIABLE: "0"}, False, True, marks=pytest.mark.long),
         ("import jax; jax.devices()", {}, False, False),  # it is too late: nothing reads what is set now
     ],
     ids=["by itself", "environment", "too late"],

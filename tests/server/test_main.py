@@ -172,6 +172,7 @@ def test_an_engine_that_dies_too_often_ends_the_server() -> None:
     assert len(engines.handles) == 1 + RestartPolicy().max_restarts
 
 
+@pytest.mark.long
 def test_a_hanging_engine_is_restarted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

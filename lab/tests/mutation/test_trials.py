@@ -10,6 +10,8 @@ from pensieve_lab.mutation import coverage_map
 from pensieve_lab.mutation.pool import Pool, WorkerError
 from pensieve_lab.mutation.trial import Limits, judge
 
+pytestmark = pytest.mark.long  # each starts workers
+
 TEST = "tests/toy/test_limits.py"
 LONG = Limits(test_s=600.0)
 

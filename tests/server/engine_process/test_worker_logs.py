@@ -49,7 +49,9 @@ def greeting(**more) -> Start:
     return Start("random:llama-tiny", "auto", None, "normal", EngineConfig(), False, **more)
 
 
-@pytest.mark.parametrize("log_format", ["json", "text", pytest.param("auto", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "log_format", ["json", *(pytest.param(name, marks=pytest.mark.long) for name in ("text", "auto"))]
+)
 def test_log_lines_have_the_chosen_format(log_format: str) -> None:
     ended = run_worker(WORKER + SERVE, log_format)
     lines = ended.stderr.splitlines()
