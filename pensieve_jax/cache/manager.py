@@ -169,17 +169,24 @@ class CacheManager:
     # Room
 
     def num_available(self, requester: CachedSequence | None = None) -> int:
-        """Return the number of pages that are free or held by idle or queued sequences.
+        """Return the number of pages that are free, idle, or held by queued sequences that give way.
 
+        Queued sequences give way to `requester` if they arrived after it; without a requester, all count.
         Pages of `requester` and its trunks do not count.
         """
-        num_by_class = self._store.num_by_class
-        available = self._store.pages.num_free
-        for role in (Role.IDLE, Role.QUEUED):
-            available += num_by_class[role][EvictionClass.DIRTY] + num_by_class[role][EvictionClass.CLEAN]
-        while requester is not None and requester.role is not Role.RUNNING:
-            available -= requester.num_resident
-            requester = requester.trunk
+        store = self._store
+        available = store.pages.num_free + store.num_resident(Role.IDLE)
+        num_queued = store.num_resident(Role.QUEUED)
+        if requester is None:
+            return available + num_queued
+        if num_queued:
+            arrival = requester.arrival
+            available += sum(one.num_resident for one in store.members[Role.QUEUED] if one.arrival > arrival)
+        own: CachedSequence | None = requester
+        while own is not None and own.role is not Role.RUNNING:
+            if own.role is Role.IDLE:
+                available -= own.num_resident
+            own = own.trunk
         return available
 
     def begin_step(self) -> None:
