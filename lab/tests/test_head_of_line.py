@@ -9,7 +9,9 @@ from base64 import b64decode
 import numpy as np
 import pytest
 
-from pensieve_jax import ConfigError
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
+from pensieve_jax.scheduler import Scheduler
+from pensieve_lab.experiments.machines import find_profile
 from pensieve_lab.head_of_line.load import (
     COLUMNS,
     KINDS,
@@ -22,7 +24,11 @@ from pensieve_lab.head_of_line.load import (
     draw,
     summary,
 )
+from pensieve_lab.head_of_line.serve import serve_simulated
+from tests.engine.mutations import later_arrivals_keep_their_pages
+from tests.launching import ROOT
 
+DOCUMENTS = sorted((ROOT / "lab" / "results").glob("*_head_of_line_*.json"))
 LOAD = {SHORT: Kind(4.0, 20, 8), LONG: Kind(0.5, 400, 40)}
 
 
@@ -69,10 +75,44 @@ def test_a_small_simulation_is_reported_with_every_request(launch, capsys, tmp_p
         assert group[SHORT]["num_requests"] > 20 * len(tables)
 
 
+def first_token_s_of_a_long_one(num_short: int) -> float:
+    """Simulate two long requests beside short ones; the second long one waits for the first."""
+    sent = [Sent(LONG, 0.0, 1500, 100), Sent(LONG, 0.01, 2500, 20)]
+    sent += [Sent(SHORT, 0.02 * number, 100, 60) for number in range(1, num_short + 1)]
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=100),
+        scheduler=SchedulerConfig(max_num_running=64, max_num_batched_tokens=512),
+    )
+    served = serve_simulated(sent, config, find_profile("h200_llama2-13b-gqa10"), 3000)
+    assert len(served) == len(sent), "a request starves"
+    (second,) = (one for one in served if one.sent.prompt_tokens == 2500)
+    return second.first_token_s
+
+
+def test_no_long_request_starves_beside_a_stream_that_would_fill_all_pages(monkeypatch):
+    """Short ones make its steps longer; without giving way, they would keep it out until they end."""
+    alone_s, beside_s = (first_token_s_of_a_long_one(num_short) for num_short in (0, 400))
+    assert beside_s < 1.5 * alone_s < 0.3 * (0.02 * 400)
+    later_arrivals_keep_their_pages(monkeypatch)
+    monkeypatch.setattr(Scheduler, "_check_liveness", lambda *_: None)
+    assert first_token_s_of_a_long_one(0) == alone_s
+    assert first_token_s_of_a_long_one(400) > 0.02 * 400
+
+
 def table_of(requests: dict[str, str]) -> dict[str, np.ndarray]:
     """Return the table of a document's seed."""
     with np.load(io.BytesIO(b64decode(requests["npz_base64"]))) as file:
         return dict(file)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_committed_summaries_are_those_of_the_requests(path):
+    groups = json.loads(path.read_text(encoding="utf-8"))["results"]["groups"]
+    for group in groups.values():
+        tables = [table_of(one["requests"]) for one in group["by_seed"]]
+        for table, one in zip(tables, group["by_seed"], strict=True):
+            assert summary([table]) == {kind: one[kind] for kind in KINDS}
+        assert summary(tables) == {kind: group[kind] for kind in KINDS}
 
 
 @pytest.mark.parametrize(
