@@ -1,6 +1,7 @@
 """The KV cache of all conversations over two tiers of memory, and its eviction. It does not import jax."""
 
 from pensieve_jax.cache.drops import ChunkCopy, ChunkDrop, DropReason
+from pensieve_jax.cache.earlier_pages import EarlierPages
 from pensieve_jax.cache.manager import CacheManager
 from pensieve_jax.cache.order.cost import AnalyticCostModel, CostModel
 from pensieve_jax.cache.order.learned_state import LearnedState
@@ -23,6 +24,7 @@ __all__ = [
     "ChunkState",
     "CostModel",
     "DropReason",
+    "EarlierPages",
     "EvictionClass",
     "EvictionPolicy",
     "LearnedState",

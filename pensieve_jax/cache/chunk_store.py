@@ -60,6 +60,11 @@ class ChunkStore:
 
     # Sequences
 
+    def num_resident(self, role: Role) -> int:
+        """Return the number of chunks of a role's sequences that steps can read."""
+        num_by_class = self.num_by_class[role]
+        return num_by_class[EvictionClass.DIRTY] + num_by_class[EvictionClass.CLEAN]
+
     def __iter__(self) -> Iterator[CachedSequence]:
         for members in self.members.values():
             yield from members

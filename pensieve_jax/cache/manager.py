@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.drops import ChunkCopy, ChunkDrop
+from pensieve_jax.cache.earlier_pages import EarlierPages
 from pensieve_jax.cache.evictor import Evictor
 from pensieve_jax.cache.integrity import check_store
 from pensieve_jax.cache.order.cost import CostModel
@@ -169,18 +170,19 @@ class CacheManager:
     # Room
 
     def num_available(self, requester: CachedSequence | None = None) -> int:
-        """Return the number of pages that are free or held by idle or queued sequences.
+        """Return the number of pages that are free, idle, or held by queued sequences that give way.
 
+        Queued sequences give way to `requester` if they arrived after it; without a requester, all count.
         Pages of `requester` and its trunks do not count.
         """
-        num_by_class = self._store.num_by_class
-        available = self._store.pages.num_free
-        for role in (Role.IDLE, Role.QUEUED):
-            available += num_by_class[role][EvictionClass.DIRTY] + num_by_class[role][EvictionClass.CLEAN]
-        while requester is not None and requester.role is not Role.RUNNING:
-            available -= requester.num_resident
-            requester = requester.trunk
-        return available
+        if requester is not None:
+            return self._num_available(requester, requester.arrival)
+        store = self._store
+        return store.pages.num_free + store.num_resident(Role.IDLE) + store.num_resident(Role.QUEUED)
+
+    def earlier_pages(self) -> EarlierPages:
+        """Return a count of the pages of earlier arrivals, to which the caller adds them."""
+        return EarlierPages(self._store.pages.num_places, self._reserve_pages, self.chunk_tokens)
 
     def begin_step(self) -> None:
         """Begin a scheduling pass."""
@@ -216,38 +218,48 @@ class CacheManager:
         sequence.fetched.clear()
         self._store.set_role(sequence, Role.QUEUED)
 
-    def try_admit(self, sequence: CachedSequence, num_tokens: int, *, waive_reserve: bool) -> bool:
+    def try_admit(
+        self, sequence: CachedSequence, num_tokens: int, *, waive_reserve: bool, latest_arrival: int = -1
+    ) -> bool:
         """Pin a queued sequence, allocate pages for `num_tokens` tokens, and begin to copy its chunks in.
+
+        Queued sequences give way if they arrived after it and after `latest_arrival`, the arrival number of
+        the latest running request: that one gives way before them.
 
         Returns False, with nothing changed, if too few pages are available, if fewer than the reserve would
         remain available (the paper's section 4.3.5), or while one of its chunks is being copied out.
         """
         assert sequence.role is Role.QUEUED
-        own: CachedSequence | None = sequence
-        while own is not None:
-            if own.num_by_class[EvictionClass.DEPARTING]:
-                return False
-            own = own.trunk
+        if self.is_departing(sequence):
+            return False
+        arrival = max(sequence.arrival, latest_arrival)
         num_chunks = max(-(-num_tokens // self.chunk_tokens), len(sequence.chunks))
         num_needed = num_chunks - sum(chunk.page != 0 for chunk in sequence.chunks)
-        num_left = self.num_available(sequence) - num_needed
+        num_left = self._num_available(sequence, arrival) - num_needed
         if num_left < (0 if waive_reserve else self._reserve_pages):
             return False
         self._pin(sequence)
         self._store.extend(sequence, num_chunks)
         for index, chunk in enumerate(sequence.chunks):
             if not chunk.page:
-                self._set_page_aside(sequence, index)
+                self._set_page_aside(sequence, index, arrival)
         index = sequence.num_kv_tokens // self.chunk_tokens
         if sequence.num_shared <= index < len(sequence.chunks):
             sequence.chunks[index].fits_host = True  # its new values may fit
         return True
 
-    def grow(self, sequence: CachedSequence, num_tokens: int) -> bool:
-        """Reserve the pages that a running sequence of `num_tokens` lacks; False if none can be evicted."""
+    def is_departing(self, sequence: CachedSequence) -> bool:
+        """Return whether a chunk of a sequence or its trunks is being copied out without a page."""
+        return any(own.num_by_class[EvictionClass.DEPARTING] for own in sequence.lineage())
+
+    def grow(self, sequence: CachedSequence, num_tokens: int, *, latest_arrival: int = -1) -> bool:
+        """Reserve the pages that a running sequence of `num_tokens` lacks; False if none can be evicted.
+
+        `latest_arrival` limits which queued sequences give way; see `try_admit`.
+        """
         assert sequence.role is Role.RUNNING
         while len(sequence.chunks) * self.chunk_tokens < num_tokens:
-            page = self._evictor.allocate_page(sequence.arrival)
+            page = self._evictor.allocate_page(max(sequence.arrival, latest_arrival))
             if page is None:
                 return False
             self._store.extend(sequence, len(sequence.chunks) + 1)
@@ -356,8 +368,21 @@ class CacheManager:
         for own in sequence.lineage():
             self._store.set_bucket(own, bucket)
 
-    def _set_page_aside(self, sequence: CachedSequence, index: int) -> None:
-        page = self._evictor.allocate_page(sequence.arrival)
+    def _num_available(self, requester: CachedSequence, arrival: int) -> int:
+        """Return the pages available to `requester` if only queued sequences after `arrival` give way."""
+        store = self._store
+        available = store.pages.num_free + store.num_resident(Role.IDLE)
+        if store.num_resident(Role.QUEUED):
+            available += sum(one.num_resident for one in store.members[Role.QUEUED] if one.arrival > arrival)
+        own: CachedSequence | None = requester
+        while own is not None and own.role is not Role.RUNNING:
+            if own.role is Role.IDLE:
+                available -= own.num_resident
+            own = own.trunk
+        return available
+
+    def _set_page_aside(self, sequence: CachedSequence, index: int, arrival: int) -> None:
+        page = self._evictor.allocate_page(arrival)
         assert page is not None, "available pages were miscounted"
         owner = sequence.owner_of(index)
         if owner.chunks[index].state is ChunkState.ON_CPU:

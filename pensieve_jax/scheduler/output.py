@@ -34,7 +34,7 @@ class SchedulerOutput:
       grants: the rows of the batch; rows of one request are adjacent, in ascending position.
       num_tokens: query tokens of all grants.
       admitted: requests that joined the batch.
-      suspended: requests that left the batch because pages were missing.
+      suspended: requests that left the batch because an earlier one needed their pages or places.
       drops: chunks that were dropped, with the reasons.
       swap_outs: copies of pages to slots that begin before the step.
       swap_ins: copies of slots to pages that begin before the step.

@@ -7,22 +7,36 @@ Does not know: the device, text, or the layout of a step (`planner`).
 Called by the engine loop.
 
 Rules:
-- Requests are served first come, first served, after one decode token per running request is set aside.
+- Arrival is priority: tokens are granted by arrival, after one decode token per running request is set aside.
+- A waiting request has *room* if the pool holds its pages beside those of the running requests that arrived
+  before it, those that earlier waiting requests still have, and the reserve. The reserve is waived if no
+  earlier request runs.
+- A request with room joins. If it needs the pages or the places of later arrivals, these are suspended, the
+  latest first. Their other pages count as its reserve.
+- A request without room is passed: the next ones join if they have room. A step looks at the first
+  `MAX_PASSED + 1` waiting requests.
+- A request that has room but waits is not passed. It waits for a place in the batch, for tokens or rows of
+  the step, or for copies in flight.
+- So a request is passed only while earlier arrivals leave no room for it. Every request joins in the step in
+  which it would join if nothing had arrived after it. What remains is one decode token per step for each
+  later request that runs, and the end of copies in flight. The oldest request always has room, so none
+  starves.
 - The intervals of a request are granted in ascending order. A step grants a later one only if it also ends
   the earlier one.
 - A grant inside recomputed history ends on a chunk boundary, so that only the tail chunk is ever partly
   valid.
 - Tokens behind a chunk that is being copied in are not granted before the copy is complete.
-- Every running request arrived before every waiting one. In every step the oldest request advances or waits
-  for a copy.
+- In every step the oldest request advances or waits for a copy.
 - If batches are not unified (`SchedulerConfig.unified`), decodes pause while other requests have tokens to
   compute.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+from typing import Final
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
@@ -30,6 +44,10 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.scheduler.buckets import step_limit, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.request import Request, RequestStatus
+
+MAX_PASSED: Final = 128
+"""The most waiting requests that another one passes. It limits the host time of a step: 1 us for each."""
+_arrival = attrgetter("request_id")
 
 
 class _Step:
@@ -54,7 +72,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         """Start without requests; every `schedule` changes `cache`."""
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.waiting: list[Request] = []
         self._config = config
         self._cache = cache
         self._buckets = token_buckets(config)
@@ -80,9 +98,10 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
 
     def check_integrity(self) -> None:
-        """Assert that all running and then all waiting requests are in order of arrival."""
-        arrivals = [request.request_id for request in (*self.running, *self.waiting)]
-        assert arrivals == sorted(arrivals), f"requests out of order: {arrivals}"
+        """Assert that the running requests are in order of arrival, and so are the waiting ones."""
+        for requests in (self.running, self.waiting):
+            arrivals = [request.request_id for request in requests]
+            assert arrivals == sorted(arrivals), f"requests out of order: {arrivals}"
         assert all(r.status is RequestStatus.RUNNING for r in self.running)
         assert all(_is_decode(r) for r in self.running if r.is_decoding), (
             "a decoding request misses more than one token"
@@ -97,7 +116,7 @@ class Scheduler:
         self._cache.begin_step()
         self._retire_exhausted()
         suspended = self._make_room()
-        admitted = [] if suspended else self._admit()
+        admitted = self._admit(suspended)
         step = self._grant_running(with_decodes=self._config.unified)
         if not self._config.unified and not step.grants:
             step = self._grant_running(with_decodes=True)
@@ -119,10 +138,11 @@ class Scheduler:
         )
 
     def _check_liveness(self, step: _Step) -> None:
-        oldest = self.running[0] if self.running else self.waiting[0] if self.waiting else None
+        oldest = min((*self.running[:1], *self.waiting[:1]), key=_arrival, default=None)
         if oldest is None or (step.grants and step.grants[0].request is oldest):
             return
-        if step.grants and not self._config.unified and _is_decode(oldest):
+        is_running = oldest.status is RequestStatus.RUNNING
+        if step.grants and not self._config.unified and is_running and _is_decode(oldest):
             return  # paused until the requests that joined have computed their missing tokens
         assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
 
@@ -142,7 +162,7 @@ class Scheduler:
         full = [r for r in self.running if len(r.token_ids) > len(r.sequence.chunks) * chunk_tokens]
         for request in full:
             while request.status is RequestStatus.RUNNING and not self._cache.grow(
-                request.sequence, len(request.token_ids)
+                request.sequence, len(request.token_ids), latest_arrival=self.running[-1].request_id
             ):
                 suspended.append(self._suspend_latest())
         return suspended
@@ -154,34 +174,74 @@ class Scheduler:
         # hole of a shared prefix for which this one had no tokens left.
         request.on_suspended()
         self._cache.suspend(request.sequence)
-        self.waiting.appendleft(request)
+        bisect.insort(self.waiting, request, key=_arrival)
         return request
 
-    def _admit(self) -> list[Request]:
-        """Admit requests by arrival while the largest step holds more than the missing tokens and rows."""
+    def _admit(self, suspended: list[Request]) -> list[Request]:
+        """Admit the waiting requests that have room, by arrival; see the rules at the top.
+
+        Requests that give way are added to `suspended`. Nothing that arrived after one of these is admitted
+        in this step, so that pages that were just taken are not offered again.
+        """
         admitted: list[Request] = []
-        max_num_running, chunk_tokens = self._config.max_num_running, self._cache.chunk_tokens
-        if not self.waiting or len(self.running) >= max_num_running:
-            return admitted
-        others = self._non_decodes()
-        num_tokens = num_rows = len(self.running) - len(others) if self._config.unified else 0
-        for request in others:
-            more_tokens, more_rows = request.num_missing(chunk_tokens)
-            num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
-        while self.waiting and num_tokens < self._buckets[-1] and num_rows < self._max_num_rows:
-            request = self.waiting[0]
-            if len(self.running) >= max_num_running or not self._cache.try_admit(
-                request.sequence, len(request.token_ids), waive_reserve=not self.running
-            ):
+        for request, num_earlier in self.candidates():
+            if suspended and request.request_id >= suspended[-1].request_id:
                 break
-            self.waiting.popleft()
-            request.status = RequestStatus.RUNNING
-            request.on_admitted(chunk_tokens)
-            self.running.append(request)
+            if self._cache.is_departing(request.sequence):
+                break
+            while not self._try_admit(request, num_earlier):
+                if len(self.running) == num_earlier:
+                    return admitted  # the pages that it lacks are being copied to
+                suspended.append(self._suspend_latest())
             admitted.append(request)
-            more_tokens, more_rows = request.num_missing(chunk_tokens)
-            num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
         return admitted
+
+    def candidates(self) -> Iterator[tuple[Request, int]]:
+        """Yield the waiting requests with room, by arrival, and the number of running ones before them.
+
+        Each must be admitted before the next is asked for. Without one, the next step admits none.
+        """
+        chunk_tokens, unified = self._cache.chunk_tokens, self._config.unified
+        pages = self._cache.earlier_pages()
+        num_earlier = num_tokens = num_rows = 0
+        for request in self.waiting[: MAX_PASSED + 1]:
+            if num_earlier < len(self.running):
+                first, num_earlier = (
+                    num_earlier,
+                    bisect.bisect(self.running, request.request_id, key=_arrival),
+                )
+                if num_earlier >= self._config.max_num_running:
+                    return
+                for earlier in self.running[first:num_earlier]:
+                    pages.add_running(earlier.sequence)
+                    if not (earlier.is_decoding or _is_decode(earlier)):
+                        more_tokens, more_rows = earlier.num_missing(chunk_tokens)
+                        num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
+                    elif unified:
+                        num_tokens, num_rows = num_tokens + 1, num_rows + 1
+            if num_tokens >= self._buckets[-1] or num_rows >= self._max_num_rows:
+                return
+            if pages.leave_room(request.sequence, len(request.token_ids)):
+                yield request, num_earlier
+            else:
+                pages.add_queued(request.sequence)
+
+    def _try_admit(self, request: Request, num_earlier: int) -> bool:
+        """Admit a request with room behind `num_earlier` running ones, if pages and a place are there."""
+        has_later = len(self.running) > num_earlier
+        if len(self.running) >= self._config.max_num_running or not self._cache.try_admit(
+            request.sequence,
+            len(request.token_ids),
+            waive_reserve=not num_earlier
+            or has_later,  # the reserve may be pages that later arrivals give up
+            latest_arrival=self.running[-1].request_id if has_later else -1,
+        ):
+            return False
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        request.on_admitted(self._cache.chunk_tokens)
+        self.running.insert(num_earlier, request)
+        return True
 
     def _non_decodes(self) -> list[Request]:
         """Return the running requests that are not decodes."""

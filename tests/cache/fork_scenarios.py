@@ -99,9 +99,9 @@ class ForkScenario:
             self.cache.queued("", sequence)
 
     def admit(self) -> None:
-        """Admit the turn that has waited longest."""
-        waiting = [sequence for sequence in self.tokens if sequence.role is Role.QUEUED]
-        for sequence in sorted(waiting, key=lambda waiting: waiting.arrival)[:1]:
+        """Try to admit a turn, whatever waits longer."""
+        sequence = self._one(Role.QUEUED)
+        if sequence is not None:
             manager = self.cache.manager
             manager.begin_step()
             manager.try_admit(sequence, len(self.tokens[sequence]), waive_reserve=True)

@@ -100,6 +100,30 @@ def test_queued_chunks_give_way_to_earlier_arrivals_only():
     assert resident(waiting) == [0, 1]
 
 
+def test_pages_of_earlier_queued_sequences_are_not_available():
+    """They do not give way, so a later arrival that needs one of them is refused and changes nothing."""
+    cache = Cache(8)
+    early = cache.queued("early", cache.idle("early", 3 * CHUNK))
+    late = cache.queued("late", cache.idle("late", 2 * CHUNK))
+    assert cache.pool.num_free == 3
+    assert [cache.manager.num_available(asks) for asks in (None, early, late)] == [8, 5, 3]
+    cache.manager.begin_step()
+    assert not cache.manager.try_admit(late, 6 * CHUNK, waive_reserve=True)
+    assert late.role is Role.QUEUED and len(late.chunks) == 2
+    assert cache.manager.try_admit(late, 5 * CHUNK, waive_reserve=True)
+    assert resident(early) == [0, 1, 2] and cache.pool.num_free == 0
+    cache.check()
+
+
+def test_the_reserve_is_counted_without_pages_of_earlier_queued_sequences():
+    cache = Cache(8, reserve_pages=2)
+    cache.queued("early", cache.idle("early", 3 * CHUNK))
+    late = cache.queued("late")
+    assert not cache.manager.try_admit(late, 4 * CHUNK, waive_reserve=False)
+    assert cache.manager.try_admit(late, 3 * CHUNK, waive_reserve=False)
+    cache.check()
+
+
 def test_a_conversation_that_is_pinned_within_a_step_is_not_a_victim():
     """The order of victims was computed before its admission."""
     cache = Cache(6)

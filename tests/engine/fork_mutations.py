@@ -144,23 +144,10 @@ def arriving_chunks_of_far_trunks_are_read(patch):
 
 
 def departing_chunks_of_trunks_are_admitted(patch):
-    try_admit = CacheManager.try_admit
+    def is_departing(self, sequence):
+        return sequence.num_by_class[EvictionClass.DEPARTING] > 0
 
-    def admitted(self, sequence, num_tokens, *, waive_reserve):
-        trunk, sequence.trunk = sequence.trunk, None
-        blocked = any(own.num_by_class[EvictionClass.DEPARTING] for own in sequence.lineage())
-        sequence.trunk = trunk
-        held = [(own, own.num_by_class[EvictionClass.DEPARTING]) for own in sequence.lineage()]
-        if not blocked:
-            for own, _ in held:
-                own.num_by_class[EvictionClass.DEPARTING] = 0
-        try:
-            return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
-        finally:
-            for own, number in held if not blocked else ():
-                own.num_by_class[EvictionClass.DEPARTING] += number
-
-    patch.setattr(CacheManager, "try_admit", admitted)
+    patch.setattr(CacheManager, "is_departing", is_departing)
 
 
 def a_cut_loses_its_place(patch):
@@ -174,18 +161,16 @@ def a_cut_loses_its_place(patch):
 
 
 def room_counts_what_a_request_begins_with(patch):
-    num_available = CacheManager.num_available
+    num_available = CacheManager._num_available
 
-    def counted(self, requester=None):
-        if requester is None or requester.trunk is None:
-            return num_available(self, requester)
+    def counted(self, requester, arrival):
         trunk, requester.trunk = requester.trunk, None
         try:
-            return num_available(self, requester)
+            return num_available(self, requester, arrival)
         finally:
             requester.trunk = trunk
 
-    patch.setattr(CacheManager, "num_available", counted)
+    patch.setattr(CacheManager, "_num_available", counted)
 
 
 def a_laid_out_tail_counts_as_computed(patch):

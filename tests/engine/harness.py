@@ -22,6 +22,7 @@ from pensieve_jax.text import Tokenizer
 from tests.engine.fake_transfers import IMMEDIATE, Delays
 from tests.engine.observed import ObservedRunner, ObservedStore
 from tests.engine.oracles import Bench, FakeBench, TurnFacts, prompt_ids, spec_of
+from tests.scheduler.priority import check_priority
 
 MAX_STEPS = 20_000
 
@@ -117,6 +118,7 @@ class Harness:
 
     def _see(self, output: SchedulerOutput) -> None:
         self.scheduled.append(output)
+        check_priority(self.engine._loop.scheduler, self.engine._cache, output)
         for grant in output.grants:
             self.num_granted[grant.request] += grant.end - grant.start
         for drop in output.drops:
@@ -228,6 +230,13 @@ class Harness:
         """Tell whether there is a CPU tier without a free slot."""
         slots = self.engine._cache._store.slots
         return slots.num_places > 0 and not slots.num_free
+
+    @property
+    def has_passed_requests(self) -> bool:
+        """Tell whether a request runs that arrived after one that waits."""
+        scheduler = self.engine._loop.scheduler
+        running, waiting = scheduler.running[-1:], scheduler.waiting[:1]
+        return bool(running and waiting) and running[0].request_id > waiting[0].request_id
 
     @property
     def num_copies(self) -> int:

@@ -262,6 +262,21 @@ def ending_id_allowed_too_early(patch):
     patch.setattr(Request, "__init__", initialized)
 
 
+def later_arrivals_keep_their_pages(patch):
+    """Let requests pass one that lacks pages without a bound: they do not give way when it has room."""
+
+    def admitted(self, suspended):
+        found = []
+        for request, num_earlier in self.candidates():
+            if suspended:
+                break
+            if self._try_admit(request, num_earlier):
+                found.append(request)
+        return found
+
+    patch.setattr(Scheduler, "_admit", admitted)
+
+
 MUTATIONS: dict[str, Mutation] = {
     "wrong page in a row": _after_plan(_swap_pages),
     "write slot off by one": _after_plan(_shift_last_slot),
@@ -287,6 +302,7 @@ MUTATIONS: dict[str, Mutation] = {
             suspended_token_forgotten,
             lost_pools_still_count,
             ending_id_allowed_too_early,
+            later_arrivals_keep_their_pages,
         )
     },
 }

@@ -28,6 +28,7 @@ LEAST = {  # in 900
     "resume_recomputed_tokens": 100,
     # Events.
     "num_suspensions": 50,
+    "num_steps_with_passed_requests": 1000,
     "num_swapped_out_chunks": 10_000,
     "num_swapped_in_chunks": 2000,
     "num_forced_swap_outs": 1000,

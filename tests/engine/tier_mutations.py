@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState, EvictionClass
+from pensieve_jax.cache import CachedSequence, CacheManager, ChunkEvent, ChunkState
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.trunks import SharedChunks
 from pensieve_jax.engine.transfers import Ended
@@ -100,19 +100,7 @@ def lost_copies_still_count(patch):
 
 def chunks_on_their_way_out_are_admitted(patch):
     """Do not wait for them at admission, and recompute them instead of copying."""
-    try_admit = CacheManager.try_admit
-
-    def admitted(self, sequence, num_tokens, *, waive_reserve):
-        num_departing, sequence.num_by_class[EvictionClass.DEPARTING] = (
-            sequence.num_by_class[EvictionClass.DEPARTING],
-            0,
-        )
-        try:
-            return try_admit(self, sequence, num_tokens, waive_reserve=waive_reserve)
-        finally:
-            sequence.num_by_class[EvictionClass.DEPARTING] += num_departing
-
-    patch.setattr(CacheManager, "try_admit", admitted)
+    patch.setattr(CacheManager, "is_departing", lambda self, sequence: False)
 
 
 def slots_of_expedited_copies_are_given_away(patch):

@@ -100,6 +100,7 @@ class TurnDriver:
         output = self.harness.scheduled[-1]
         self.totals["num_expedited_copies"] += len(output.expedited)
         self.totals["num_steps_with_a_full_cpu_tier"] += self.harness.cpu_tier_is_full
+        self.totals["num_steps_with_passed_requests"] += self.harness.has_passed_requests
         self._num_idle_steps = 0 if output.grants or not self.running else self._num_idle_steps + 1
         assert self._num_idle_steps < MAX_IDLE_STEPS, f"{MAX_IDLE_STEPS} steps without a token"
 

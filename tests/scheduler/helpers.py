@@ -11,6 +11,7 @@ from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
 from tests.cache.helpers import CHUNK, Cache
+from tests.scheduler.priority import check_priority
 
 
 def page_table(requests: Iterable[Request]) -> PageTable:
@@ -94,6 +95,7 @@ class SchedulerHarness:
             request.token_ids[request.token_ids.index(PENDING_TOKEN)] = 9
         self.cache.check()
         self.scheduler.check_integrity()
+        check_priority(self.scheduler, self.cache.manager, output)
         self.steps.append([(g.request.conversation.conversation_id, *g[1:]) for g in output.grants])
         assert output.num_tokens == sum(g.end - g.start for g in output.grants)
         return output

@@ -5,20 +5,18 @@ requests that begin one and, as in every step, for copies ahead of time; all len
 Does not know: devices, transfers, or time.
 `lab/tests/simulator/test_decode_run.py` shows that these steps equal the scheduler's.
 
-A run begins after a step in which every running request sampled a token that is not its last. It continues as
-long as the oldest waiting request certainly cannot join and there are certainly pages for all requests that
-begin one. Its last step is the one that grants some request's last token.
+A run begins after a step in which every running request sampled a token that is not its last and no waiting
+request has room. It continues until a request arrives that has room, or pages may be missing for the requests
+that begin one: the pages that its steps take make no room. Its last step is the one that grants some
+request's last token.
 """
 
 from __future__ import annotations
 
-from pensieve_jax.cache import CacheManager, EvictionClass
-from pensieve_jax.config import EngineConfig
+from pensieve_jax.cache import CacheManager
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.scheduler import Grant, Request, Scheduler, SchedulerOutput
 from pensieve_lab.simulator.step_time import StepLoad
-
-_WITH_PAGE = (EvictionClass.DIRTY, EvictionClass.CLEAN, EvictionClass.ARRIVING)
 
 
 class DecodeRun:
@@ -33,11 +31,11 @@ class DecodeRun:
       num_steps_left: steps until one grants a request's last token.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, cache: CacheManager) -> None:
-        """Start a run; every running request must lack the KV of only its last token."""
+    def __init__(self, scheduler: Scheduler, cache: CacheManager) -> None:
+        """Start a run. No waiting request has room, and running ones lack the KV of only their last token."""
         self.running = tuple(scheduler.running)
-        self._config = config
         self._scheduler = scheduler
+        self._num_waiting = len(scheduler.waiting)
         self._cache = cache
         chunk_tokens = cache.chunk_tokens
         self._beginners: list[list[tuple[Request, int]]] = [[] for _ in range(chunk_tokens)]
@@ -54,10 +52,14 @@ class DecodeRun:
 
     def can_go_on(self) -> bool:
         """Return whether the scheduler's next step would be a step of this run."""
-        if not self.num_steps_left or not is_blocked(self._config, self._scheduler, self._cache):
+        if not self.num_steps_left:
             return False
+        if len(self._scheduler.waiting) != self._num_waiting:
+            if next(self._scheduler.candidates(), None) is not None:
+                return False
+            self._num_waiting = len(self._scheduler.waiting)
         num_pages = len(self._beginners[self.num_steps % self._cache.chunk_tokens])
-        return not num_pages or num_pages <= self._cache.num_available()
+        return not num_pages or num_pages <= self._cache.num_available(self.running[-1].sequence)
 
     def step(self, *, with_grants: bool) -> SchedulerOutput | None:
         """Do the scheduler's next step; return its output, with grants only if asked for.
@@ -68,7 +70,9 @@ class DecodeRun:
         cache.begin_step()
         beginners = self._beginners[done % cache.chunk_tokens]
         for request, num_tokens in beginners:
-            if not cache.grow(request.sequence, num_tokens + done):
+            if not cache.grow(
+                request.sequence, num_tokens + done, latest_arrival=self.running[-1].request_id
+            ):
                 raise AssertionError("available pages were miscounted")
         for request, num_tokens in beginners:
             cache.fill(request.sequence, num_tokens + done - 1, num_tokens + done)
@@ -109,19 +113,3 @@ class DecodeRun:
             Grant(request, len(request.token_ids) + done - 1, len(request.token_ids) + done, True)
             for request in self.running
         )
-
-
-def is_blocked(config: EngineConfig, scheduler: Scheduler, cache: CacheManager) -> bool:
-    """Return whether certainly no waiting request can join in the next step.
-
-    The pages that the step takes only make joining harder, so a shortage now is a shortage then.
-    """
-    if not scheduler.waiting or len(scheduler.running) >= config.scheduler.max_num_running:
-        return True
-    request = scheduler.waiting[0]
-    sequence = request.sequence
-    if sequence.num_by_class[EvictionClass.DEPARTING]:
-        return True
-    num_chunks = max(-(-len(request.token_ids) // cache.chunk_tokens), len(sequence.chunks))
-    num_needed = num_chunks - sum(sequence.num_by_class[eviction_class] for eviction_class in _WITH_PAGE)
-    return cache.num_available(sequence) - num_needed < config.cache.reserve_pages

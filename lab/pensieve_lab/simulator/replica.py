@@ -20,7 +20,7 @@ from pensieve_jax.engine.loop import EngineLoop, Observe, PeriodicSweep, unobser
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.scheduler import Grant, Request, token_buckets
 from pensieve_lab.simulator.clock import Timeline
-from pensieve_lab.simulator.decode_run import DecodeRun, is_blocked
+from pensieve_lab.simulator.decode_run import DecodeRun
 from pensieve_lab.simulator.device import SimulatedDevice
 from pensieve_lab.simulator.profile import DeviceProfile
 from pensieve_lab.simulator.step_time import StepLoad
@@ -105,7 +105,6 @@ class Replica:
             learned_state=learned_state,
         )
         self.cache: CacheManager = self._loop.cache
-        self._config = config
         self._uses_decode_runs = decode_runs
         self._decode_run: DecodeRun | None = None
         self._is_observed = observe is not None
@@ -234,7 +233,7 @@ class Replica:
     def _advance(self, until_s: float) -> bool:
         """Do steps that need no scheduler; return False if the next step needs it."""
         if self._decode_run is None and self._can_start_decode_run():
-            self._decode_run = DecodeRun(self._config, self._loop.scheduler, self.cache)
+            self._decode_run = DecodeRun(self._loop.scheduler, self.cache)
         run, has_advanced = self._decode_run, False
         while run is not None and (not has_advanced or self.clock.now() < until_s):
             if arrived := self._transfers.completed().arrived:
@@ -252,11 +251,14 @@ class Replica:
         return has_advanced
 
     def _can_start_decode_run(self) -> bool:
-        """Return whether the latest step gave every running request a token that was not its last."""
+        """Return whether the latest step gave every running request a token that was not its last.
+
+        A waiting request with room might join in the next step, so there must be none either.
+        """
         latest, num_running = self._loop.in_flight, len(self._loop.scheduler.running)
         if not self._uses_decode_runs or latest is None or latest.last or latest.num_samples != num_running:
             return False
-        return is_blocked(self._config, self._loop.scheduler, self.cache)
+        return next(self._loop.scheduler.candidates(), None) is None
 
     def _look_at(self, grants: tuple[Grant, ...]) -> _Step:
         step = _Step(StepLoad(), [], [], 0)
