@@ -132,8 +132,10 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise UnsupportedModelError(f"{name}={value!r} must be an integer or null")
-        if not all(type(token_id) is int for token_id in self.eos_token_ids):
-            raise UnsupportedModelError(f"eos_token_ids={self.eos_token_ids!r} must be integers")
+        if not all(type(i) is int and 0 <= i < self.vocab_size for i in self.eos_token_ids):
+            raise UnsupportedModelError(
+                f"eos_token_ids={self.eos_token_ids!r} must be integers from 0 to {self.vocab_size - 1}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"

@@ -77,8 +77,15 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest id plus one; a model may have more rows than that, never fewer."""
+        """The highest id plus one. A model may have more rows than that, or lack those of added tokens."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def base_vocab_size(self) -> int:
+        """The highest id of a token that was not added to the vocabulary, plus one."""
+        added = self._backend.get_added_tokens_decoder().keys()
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max((token_id for token_id in ids if token_id not in added), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
