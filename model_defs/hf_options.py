@@ -48,12 +48,13 @@ def written_common_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def integer(values: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Read a positive integer; missing or null gives the default."""
+def integer(values: dict[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+    """Read an integer of at least `least`; missing or null gives the default."""
     found = values.get(name)
     found = default if found is None else found
-    if type(found) is not int or found < 1:
-        raise UnsupportedModelError(f"config.json: {name}={found!r} must be a positive integer")
+    if type(found) is not int or found < least:
+        limit = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be {limit}")
     return found
 
 

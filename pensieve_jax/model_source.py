@@ -40,6 +40,10 @@ def resolve_model(model: str | Path) -> str:
         return str(_INCLUDED[name])
     if name.startswith(_RANDOM) or Path(name).is_dir():
         return name
+    if Path(name).is_file():
+        hint = "it is a file; give the directory that holds the model's safetensors"
+        gguf = "GGUF is not supported; give a directory of the model's safetensors"
+        raise ConfigError("model", name, expected, gguf if name.endswith(".gguf") else hint)
     if name.startswith(("/", ".", "~")):
         raise ConfigError("model", name, expected, "there is no such directory")
     try:
