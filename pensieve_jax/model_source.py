@@ -15,6 +15,7 @@ import huggingface_hub
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.text import Tokenizer, byte_tokenizer, load_tokenizer
+from pensieve_jax.text.loading import OTHER_VOCABULARIES, TOKENIZER_FILES
 
 if TYPE_CHECKING:  # importing model_defs imports JAX
     from model_defs import ModelConfig
@@ -23,7 +24,8 @@ DEFAULT_MODEL = "chat"
 """Name of the small chat model in this package."""
 _INCLUDED = {DEFAULT_MODEL: Path(__file__).parent / "chat_model"}
 _RANDOM = "random:"
-_HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json")
+# With files that are refused, so that a start without a tokenizer names them.
+_HUB_PATTERNS = ("*.json", "*.safetensors", *TOKENIZER_FILES, *OTHER_VOCABULARIES)
 
 
 def resolve_model(model: str | Path) -> str:
@@ -76,12 +78,11 @@ def source_tokenizer(source: str, vocab_size: int) -> Tokenizer | None:
             f"at most the model's {vocab_size} ids",
             "the directory's tokenizer belongs to another model",
         )
-    used = {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.bos_id if tokenizer.wants_bos else None}
-    for name, token_id in used.items():
+    for name, token_id in {"eos_token": tokenizer.eos_id, "bos_token": tokenizer.first_id}.items():
         if token_id is not None and token_id >= vocab_size:
             raise ConfigError(
                 f"the tokenizer's {name}",
-                f"{getattr(tokenizer, name)} (id {token_id})",
+                f"{tokenizer.token_text(token_id)} (id {token_id})",
                 f"an id below {vocab_size}, the size of the model's vocabulary",
                 "name another token in tokenizer_config.json, or resize the model's embedding",
             )

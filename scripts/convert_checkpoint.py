@@ -30,18 +30,10 @@ from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
 from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
+from pensieve_jax.text.loading import OTHER_VOCABULARIES, TOKENIZER_FILES
 
 FLAGS = flags.FLAGS
-COMPANIONS = (
-    "chat_template.*",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer*",
-    "vocab.json",
-)
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_VOCABULARIES)
 """Files of a model directory that are copied with the weights."""
 
 

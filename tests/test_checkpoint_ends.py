@@ -13,7 +13,15 @@ import tokenizers
 from tokenizers import models
 
 from model_defs import UnsupportedModelError, load_model, make_mesh, source_config
-from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SamplingParams, SchedulerConfig
+from pensieve_jax import (
+    LLM,
+    CacheConfig,
+    ConfigError,
+    EngineConfig,
+    InvalidRequestError,
+    SamplingParams,
+    SchedulerConfig,
+)
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.model_source import source_tokenizer, with_tokenizer_end
 from pensieve_jax.rebatching import PaddedLLM, RebatchingConfig
@@ -50,7 +58,7 @@ def test_the_tokenizers_own_end_ends_a_reply_in_both_engines(directory: Path) ->
     reply = greedy_reply(directory, 8)
     end = next(i for i, token_id in enumerate(reply) if token_id not in reply[:i] and i >= 2)
     assert 3 not in reply[: end + 1], "the configs' own end would end the reply first"
-    write_tokenizer(directory, eos_token=f"w{reply[end]}")
+    write_tokenizer(directory, "<pad>", eos_token=f"w{reply[end]}")
     params = SamplingParams(max_tokens=8)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=4, chunk_tokens=16),
@@ -59,12 +67,18 @@ def test_the_tokenizers_own_end_ends_a_reply_in_both_engines(directory: Path) ->
     with LLM(directory, config=config, progress=False) as llm:
         output = llm.generate([PROMPT], params)[0]
         later = llm.generate([PROMPT], SamplingParams(max_tokens=8, min_tokens=8))[0]
+        with pytest.raises(
+            InvalidRequestError, match=r"prompt\[0\] is 64, but must be an integer from 0 to 63"
+        ):
+            llm.generate(["<pad>"], params)
         limits = llm.engine.limits
         assert llm.model_config.eos_token_ids == limits.eos_token_ids == (3, reply[end])
     assert (output.finish_reason, list(output.token_ids)) == ("stop", reply[: end + 1])
     padded = RebatchingConfig(max_batch=1, kv_bytes=10**5, lengths=(32,), prefill_batch=1, host_bytes=10**5)
     with PaddedLLM(directory, config=padded, progress=False) as llm:
         output = llm.generate([PROMPT], params)[0]
+        with pytest.raises(InvalidRequestError, match=r"\[0\] is 64"):
+            llm.generate(["<pad>"], params)
     assert (output.finish_reason, list(output.token_ids)) == ("stop", reply[: end + 1])
     reference = DenseReference(
         load_model(directory, dtype="float32", mesh=make_mesh(1)), eos_token_ids=limits.eos_token_ids

@@ -19,6 +19,7 @@ from model_defs import (
     make_mesh,
     preset,
 )
+from pensieve_jax.text.loading import TOKENIZER_FILES
 from scripts import convert_checkpoint
 from tests.launching import ROOT
 from tests.models.helpers import GOLDEN, dense_logits
@@ -51,6 +52,16 @@ def test_a_model_with_a_window_is_converted_for_a_context_that_it_covers(tmp_pat
     np.testing.assert_array_equal(*(dense_logits(model, ids) for model in models))
     with pytest.raises(UnsupportedModelError, match="max_position_embeddings=21"):
         load_config(tmp_path / "target", 21)
+
+
+def test_every_file_of_a_tokenizer_is_copied(tmp_path):
+    """Without one of them, the converted model would have no tokenizer, or another one."""
+    source = shutil.copytree(GOLDEN / "llama_default", tmp_path / "source")
+    files = (*TOKENIZER_FILES, "tokenizer.model", "tekken.json", "generation_config.json")
+    for name in files:
+        (source / name).write_text("{}")
+    convert_checkpoint.convert(str(source), tmp_path / "target", "auto")
+    assert {*files, "config.json"} <= {path.name for path in (tmp_path / "target").iterdir()}
 
 
 @pytest.mark.parametrize("target", ["source", "file", "file/below"])
