@@ -14,7 +14,7 @@ from pensieve_jax.core.errors import ConfigError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is no file; raises ConfigError naming it."""
+    """Return the JSON object in a file, or an empty one for a missing file; raises ConfigError naming it."""
     if not path.is_file():
         return {}
     try:

@@ -65,17 +65,19 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
     file that is unreadable or of another kind, or a setting that cannot be applied.
     """
     folder = Path(directory)
-    config = read_json(folder / "tokenizer_config.json")
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
     defaults: dict[str, str] = {}
     resets_flags = False
+    _check_options(path, config)
     if (folder / "tokenizer.json").is_file():
         backend = _backend_from_file(folder / "tokenizer.json")
+        _compare_prefix(path, config.get("add_prefix_space"), backend)
     elif (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
         backend, defaults, resets_flags = read_merges(folder, config)
     else:
         _refuse_other_vocabularies(folder)
         return None
-    _check_options(folder / "tokenizer_config.json", config)
     named = ListedTokens(folder, config, defaults).add_to(backend, resets_flags=resets_flags)
     return Tokenizer(
         backend,
@@ -126,8 +128,8 @@ def _refuse_other_vocabularies(folder: Path) -> None:
 
 
 def _check_options(path: Path, config: dict[str, Any]) -> None:
-    """Raise ConfigError for options of tokenizer_config.json that would change ids in another way."""
-    for name in ("add_bos_token", "add_eos_token", "split_special_tokens"):
+    """Raise ConfigError, or warn, for options of tokenizer_config.json that are not applied."""
+    for name in ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"):
         if not isinstance(config.get(name), bool | None):
             raise ConfigError(f"{path}: {name}", config[name], "true, false or null")
     if config.get("split_special_tokens"):
@@ -135,6 +137,13 @@ def _check_options(path: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"{path}: split_special_tokens", True, limit)
     if config.get("add_eos_token"):
         _log.warning("%s sets add_eos_token, which is not applied: a reply continues its prompt", path)
+
+
+def _compare_prefix(path: Path, adds_space: bool | None, backend: tokenizers.Tokenizer) -> None:
+    """Warn of an `add_prefix_space` that is not what tokenizer.json does."""
+    encoded = "".join(backend.encode("a", add_special_tokens=False).tokens)
+    if adds_space is not None and adds_space != encoded.startswith(("\u2581", "\u0120")):
+        _log.warning("%s sets add_prefix_space=%s; tokenizer.json decides, and differs", path, adds_space)
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:

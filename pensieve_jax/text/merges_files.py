@@ -50,8 +50,8 @@ class MergesTokenizer(NamedTuple):
 def read_merges(folder: Path, config: Mapping[str, Any]) -> MergesTokenizer:
     """Return the tokenizer of `folder`.
 
-    `config` is the content of tokenizer_config.json. Raises ConfigError for unreadable files, and for a class
-    that splits text in another way.
+    `config` is the content of tokenizer_config.json, whose options are checked. Raises ConfigError for
+    unreadable files, and for a class that splits text in another way.
     """
     name = _class_name(folder, config)
     try:
@@ -59,10 +59,8 @@ def read_merges(folder: Path, config: Mapping[str, Any]) -> MergesTokenizer:
     except Exception as error:  # the library raises this class itself for any defect of a file
         limit = f"a readable pair {VOCABULARY} and {MERGES} ({error})"
         raise ConfigError("tokenizer", str(folder), limit, "fetch the checkpoint again") from error
-    prefix = config.get("add_prefix_space") or False
-    if not isinstance(prefix, bool):
-        raise ConfigError(f"{folder / 'tokenizer_config.json'}: add_prefix_space", prefix, "true or false")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=name == _GPT2)
+    prefix = config.get("add_prefix_space")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=name == _GPT2)
     if name == _QWEN2:
         backend.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated", invert=False)

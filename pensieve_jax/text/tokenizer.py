@@ -78,7 +78,7 @@ class Tokenizer:
         self._anchor_ids = frozenset(i for i in self.special_ids if not (added[i].rstrip or added[i].lstrip))
         self._default_anchor_id = min(self._anchor_ids, default=-1)
         if wants_bos is None:
-            self.first_id = _first_id(backend)
+            self.first_id = _first_id(backend, self.bos_id)
         else:
             self.first_id = self.bos_id if wants_bos else None
         self.wants_bos = self.first_id is not None
@@ -234,7 +234,9 @@ class Tokenizer:
         return token_ids
 
 
-def _first_id(backend: tokenizers.Tokenizer) -> int | None:
+def _first_id(backend: tokenizers.Tokenizer, bos_id: int | None) -> int | None:
     """Return the id that the post-processor puts before every text, or None."""
-    nothing, something = backend.encode("").ids, backend.encode("a").ids
-    return nothing[0] if nothing and len(something) > 1 and nothing[0] == something[0] else None
+    first, letter = backend.encode("").ids[:1], backend.encode("a").ids
+    # A vocabulary without the letter does not show whether the id comes first or last.
+    is_first = letter[:1] == first and (len(letter) > 1 or first == [bos_id])
+    return first[0] if first and is_first else None

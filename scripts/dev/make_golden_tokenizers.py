@@ -5,9 +5,9 @@ The script needs transformers (without torch), which the project does not. Run i
     python -m venv /tmp/golden && /tmp/golden/bin/pip install transformers absl-py
     /tmp/golden/bin/python scripts/dev/make_golden_tokenizers.py
 
-Each kind is a directory of the files that a checkpoint has, and cases.json: what `AutoTokenizer` makes of
-texts (`ids`, with a beginning-of-sequence token if it adds one) and of ids (`text` without special tokens,
-`raw` with them).
+Each kind is a directory of the files that a checkpoint has, and cases.json. That holds what `AutoTokenizer`
+makes of texts: `ids`, with a beginning-of-sequence token if it adds one. And it holds what it makes of ids:
+`text` without special tokens, and `raw` with them.
 """
 
 import json

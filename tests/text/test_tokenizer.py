@@ -252,6 +252,18 @@ def test_an_end_that_is_not_added_to_prompts_is_named(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("says", [False, True, None])
+@pytest.mark.parametrize(
+    ("backend", "adds"),
+    [(metaspace_backend(), True), (metaspace_backend(False), True), (byte_level_backend(), False)],
+)
+def test_a_prefix_that_tokenizer_json_decides_otherwise_is_named(tmp_path, caplog, says, backend, adds):
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, tokenizer_config__json={"add_prefix_space": says})
+    load_tokenizer(tmp_path)
+    assert ("add_prefix_space" in caplog.text) == (says is not None and says != adds)
+
+
+@pytest.mark.parametrize("says", [False, True, None])
 @pytest.mark.parametrize("adds", [False, True])
 def test_add_bos_token_overrides_the_post_processor(tmp_path, says, adds):
     metaspace_backend(bos_by_processor=adds).save(str(tmp_path / "tokenizer.json"))
