@@ -61,6 +61,10 @@ class ListedTokens:
         self._completed = values.keys() - own.keys()
         ordered = dict.fromkeys((*_NAMED_FIRST, *(name for name in values if name.endswith("_token"))))
         found = {name: self._token(values.get(name), special=True) for name in ordered}
+        for name in _NAMED_FIRST:
+            if found[name] is None and values.get(name) not in (None, ""):
+                file = _CONFIG if name in config else _MAP
+                raise ConfigError(f"{folder / file}: {name}", values[name], "a token's text, or null")
         self._named: dict[str, AddedToken] = {
             name: token for name, token in found.items() if token is not None
         }
