@@ -85,7 +85,8 @@ class ModelConfig:
     `architecture` is the name of a row in `registry.FAMILIES`. Features that a family always has (Qwen3's
     norms of queries and keys) are in its module, not here. `activation` is the MLP's. `attention_bias`
     applies to the projections that have a bias in the family: all four, or (Qwen2) queries, keys and values.
-    `sliding_window` is the number of tokens that a token sees, itself included; None means all.
+    `sliding_window` is the number of tokens that a token sees, itself included; None means all. A model is
+    built only with a context that its window covers (`check_window`).
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -132,17 +133,17 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 raise UnsupportedModelError(f"{name}={value!r} must be an integer or null")
-        if not all(type(token_id) is int for token_id in self.eos_token_ids):
-            raise UnsupportedModelError(f"eos_token_ids={self.eos_token_ids!r} must be integers")
+        if not all(type(i) is int and 0 <= i < self.vocab_size for i in self.eos_token_ids):
+            raise UnsupportedModelError(
+                f"eos_token_ids={self.eos_token_ids!r} must be integers from 0 to {self.vocab_size - 1}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        # Checked here, not when a checkpoint is read, since a raised context length may exceed the window.
-        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
+        if self.sliding_window is not None and self.sliding_window < 1:
             raise UnsupportedModelError(
-                f"sliding_window={self.sliding_window} is not supported; it must be null, or at least "
-                f"max_position_embeddings={self.max_position_embeddings}, so that it never hides a token"
+                f"sliding_window={self.sliding_window} must be a positive integer or null"
             )
         for name, value, allowed in (
             ("activation", self.activation, ACTIVATIONS),
@@ -151,6 +152,27 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+
+    def with_context(self, max_position_embeddings: int | None = None) -> "ModelConfig":
+        """Return this config for a context of `max_position_embeddings` tokens; None leaves it as it is.
+
+        Raises UnsupportedModelError if the sliding window would hide a token of such a context: layers here
+        attend to all tokens.
+        """
+        wanted = max_position_embeddings or self.max_position_embeddings
+        config = dataclasses.replace(self, max_position_embeddings=wanted)
+        config.check_window()
+        return config
+
+    def check_window(self) -> None:
+        """Raise UnsupportedModelError if the sliding window would hide a token of the whole context."""
+        # Not when a config is made: a checkpoint can be served with a context that its window covers.
+        window, context = self.sliding_window, self.max_position_embeddings
+        if window is not None and window < context:
+            raise UnsupportedModelError(
+                f"sliding_window={window} is not supported with max_position_embeddings={context}, since it "
+                f"would hide tokens; set max_position_embeddings to at most {window}"
+            )
 
     @property
     def group_size(self) -> int:

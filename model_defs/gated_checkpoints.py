@@ -22,6 +22,7 @@ from model_defs.tensor_recipes import (
 )
 
 TENSOR_PREFIX = "model."
+_FIRST_WINDOW_LAYER, _QWEN_WINDOW = 28, 4096  # defaults of transformers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +101,51 @@ def refuse_sliding_layers(values: dict[str, Any]) -> None:
             f"use_sliding_window=true (sliding_window={values.get('sliding_window')!r}) is not supported: "
             f"every layer here sees the whole context"
         )
+    _refuse_kinds(_layer_kinds(values) or [], "full_attention")
+
+
+def _layer_kinds(values: dict[str, Any]) -> list[Any] | None:
+    """Return `layer_types`, or None if the file has none."""
     kinds = values.get("layer_types")
     if not isinstance(kinds, list | None):
         raise UnsupportedModelError(f"config.json: layer_types={kinds!r} must be a list")
-    for kind in kinds or ():
-        if kind != "full_attention":
-            raise UnsupportedModelError(f"layer_types: {kind!r} is not supported; only 'full_attention' is")
+    return kinds
+
+
+def _refuse_kinds(kinds: list[Any], *supported: str) -> None:
+    for kind in kinds:
+        if kind not in supported:
+            expected = " and ".join(map(repr, supported))
+            raise UnsupportedModelError(f"layer_types: {kind!r} is not supported here; only {expected} is")
+
+
+def window_of_some_layers(values: dict[str, Any]) -> int | None:
+    """Return the window of a Qwen model's later layers, or None if every layer sees the whole context.
+
+    transformers reads `layer_types`, or else gives layers from `max_window_layers` on the window. One window
+    counts for all layers here: a context that it covers hides no token in any layer. Raises
+    UnsupportedModelError for a layer with a window that the options switch off.
+    """
+    if not boolean(values, "use_sliding_window", False):
+        refuse_sliding_layers(values)
+        return None
+    kinds = _layer_kinds(values)
+    if kinds is None:
+        first = integer(values, "max_window_layers", _FIRST_WINDOW_LAYER, least=0)
+        has_window = first < integer(values, "num_hidden_layers")
+    else:
+        _refuse_kinds(kinds, "full_attention", "sliding_attention")
+        has_window = "sliding_attention" in kinds
+    if not has_window or values.get("sliding_window", _QWEN_WINDOW) is None:
+        return None
+    return integer(values, "sliding_window", _QWEN_WINDOW)
+
+
+def written_window(config: ModelConfig) -> dict[str, Any]:
+    """Return the options that `window_of_some_layers` reads."""
+    if config.sliding_window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": config.sliding_window, "max_window_layers": 0}
 
 
 def gated_weight_map(config: ModelConfig) -> WeightMap:

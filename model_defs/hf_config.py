@@ -13,26 +13,31 @@ from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_json, read_sa
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import written_common_fields
+from model_defs.other_formats import refuse_other_formats, refuse_quantized
 from model_defs.registry import FAMILIES, family
 
 _OF_RANDOM_WEIGHTS = ("initializer_range", "initial_norm_scale")
 
 
-def load_config(directory: str | Path) -> ModelConfig:
-    """Read the config of a converted (Orbax) or Hugging Face directory.
+def load_config(directory: str | Path, max_position_embeddings: int | None = None) -> ModelConfig:
+    """Read the config of a converted (Orbax) or Hugging Face directory, for the given context, if any.
 
     Raises CheckpointError if the file is missing, not JSON or lacks a key, and UnsupportedModelError if the
-    architecture or an option of it is not implemented.
+    architecture or an option of it is not implemented, or a sliding window is shorter than the context.
     """
+    return saved_config(directory).with_context(max_position_embeddings)
+
+
+def saved_config(directory: str | Path) -> ModelConfig:
+    """Read the config as `load_config` does, but accept a sliding window that is shorter than the context."""
     root = Path(directory)
     if (root / MODEL_CONFIG_FILE).is_file():
         config = ModelConfig.from_json(read_saved(root)["config"])
         family(config.architecture)  # raises for an architecture of a later version
         return config
+    refuse_other_formats(root)
     generation = root / "generation_config.json"
-    return parse_hf_config(
-        read_json(root / "config.json"), read_json(generation) if generation.is_file() else None
-    )
+    return _parse(read_json(root / "config.json"), read_json(generation) if generation.is_file() else None)
 
 
 def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -40,9 +45,12 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
     Raises UnsupportedModelError, which names the architecture, option or missing field.
     """
+    return _parse(values, generation).with_context()
+
+
+def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     found = _family(values)
-    if values.get("quantization_config"):
-        raise UnsupportedModelError("quantization_config: quantized checkpoints are not supported")
+    refuse_quantized(values)
     return found.parse(values, generation)
 
 

@@ -20,14 +20,15 @@ def common_fields(
     max_positions: int,
 ) -> dict[str, Any]:
     """Read the ModelConfig fields of every family; keywords are the family's defaults for missing keys."""
+    vocab_size = integer(values, "vocab_size")
     return {
         "num_layers": integer(values, "num_hidden_layers"),
         "hidden_size": integer(values, "hidden_size"),
         "num_heads": integer(values, "num_attention_heads"),
-        "vocab_size": integer(values, "vocab_size"),
+        "vocab_size": vocab_size,
         "max_position_embeddings": integer(values, "max_position_embeddings", max_positions),
         "dtype": _dtype(values),
-        "eos_token_ids": _eos_token_ids(values, generation, eos),
+        "eos_token_ids": _eos_token_ids(values, generation, eos, vocab_size),
         "bos_token_id": _token_id("bos_token_id", values.get("bos_token_id", bos)),
     }
 
@@ -47,12 +48,13 @@ def written_common_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def integer(values: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Read a positive integer; missing or null gives the default."""
+def integer(values: dict[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
+    """Read an integer of at least `least`; missing or null gives the default."""
     found = values.get(name)
     found = default if found is None else found
-    if type(found) is not int or found < 1:
-        raise UnsupportedModelError(f"config.json: {name}={found!r} must be a positive integer")
+    if type(found) is not int or found < least:
+        limit = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be {limit}")
     return found
 
 
@@ -107,17 +109,24 @@ def _token_id(name: str, value: Any) -> int | None:
 
 
 def _eos_token_ids(
-    values: dict[str, Any], generation: dict[str, Any] | None, default: int | None
+    values: dict[str, Any], generation: dict[str, Any] | None, default: int | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the distinct end-of-sequence ids of both files, in order."""
+    """Return the distinct end-of-sequence ids of both files, in order.
+
+    An id that no model of `vocab_size` ids can sample would never end a reply, so it is refused.
+    """
     ids: list[int] = []
-    for found in (values.get("eos_token_id", default), (generation or {}).get("eos_token_id")):
-        for token_id in found if isinstance(found, list) else [found]:
-            if token_id is not None and token_id not in ids:
-                ids.append(token_id)
-    if not all(type(token_id) is int for token_id in ids):
-        raise UnsupportedModelError(f"eos_token_id={ids!r} must be an integer or a list of integers")
-    return tuple(ids)
+    for file, found in (
+        ("config.json", values.get("eos_token_id", default)),
+        ("generation_config.json", (generation or {}).get("eos_token_id")),
+    ):
+        for token_id in found if isinstance(found, list) else [] if found is None else [found]:
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise UnsupportedModelError(
+                    f"{file}: eos_token_id={found!r} must be ids from 0 to {vocab_size - 1}, the vocabulary"
+                )
+            ids.append(token_id)
+    return tuple(dict.fromkeys(ids))
 
 
 def _dtype(values: dict[str, Any]) -> str:

@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model_defs.config import ModelConfig
 from model_defs.errors import CheckpointError
 from model_defs.hf_recipes import recipe
+from model_defs.other_formats import refuse_quantized_tensors
 from model_defs.parameters import Filler, Parameter
 from model_defs.registry import family
-from model_defs.safetensors_reader import TensorEntry
+from model_defs.safetensors_reader import TensorEntry, is_constant
 from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe
 
@@ -76,9 +77,14 @@ def _short(name: str) -> str:
 
 
 def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return tensors by their names without prefixes; raise CheckpointError for two of one name."""
+    """Return tensors by their names without prefixes, except for constants.
+
+    Raises CheckpointError for two of one name.
+    """
     found: dict[str, TensorEntry] = {}
     for entry in entries.values():
+        if is_constant(entry.name):
+            continue
         other = found.setdefault(_short(entry.name), entry)
         if other is not entry:
             raise CheckpointError(
@@ -96,6 +102,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
         for recipe_ in recipes.values()
         for name, shape in zip(recipe_.names, recipe_.shapes, strict=True)
     }
+    refuse_quantized_tensors(entries.values())
     missing = [name if name == _HEAD else prefix + name for name in wanted if name not in entries]
     if missing:
         raise CheckpointError(f"{len(missing)} tensor(s) are missing: {_listed(missing)}")
@@ -109,9 +116,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
     extra = [
         entry.name
         for name, entry in entries.items()
-        if name not in wanted
-        and not name.endswith("rotary_emb.inv_freq")  # a constant in old exports
-        and not (name == _HEAD and config.tie_word_embeddings)
+        if name not in wanted and not (name == _HEAD and config.tie_word_embeddings)
     ]
     if extra:
         raise CheckpointError(f"{len(extra)} tensor(s) are not part of this model: {_listed(extra)}")

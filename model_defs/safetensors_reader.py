@@ -17,6 +17,7 @@ import numpy as np
 
 from model_defs.config import read_json
 from model_defs.errors import CheckpointError
+from model_defs.other_formats import refuse_other_weights
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -26,6 +27,14 @@ _DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+
+
+_CONSTANTS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+
+
+def is_constant(name: str) -> bool:
+    """Return whether a tensor is a table that old exports carry along, which follows from the config."""
+    return name.endswith(_CONSTANTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +84,12 @@ def open_checkpoint(directory: Path) -> dict[str, TensorEntry]:
             f"{directory} holds {pickles[0]}: torch pickles (.bin) are not supported, because loading one "
             f"runs code; save the model as safetensors (save_pretrained does)"
         )
+    refuse_other_weights(directory)
     raise CheckpointError(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
-    """Follow the index; index and files must name the same tensors."""
+    """Follow the index; index and files must name the same tensors, except for constants."""
     weight_map = read_json(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{INDEX_FILE} has no weight_map")
@@ -95,13 +105,15 @@ def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{INDEX_FILE} names the file {file_name!r}, which is not in {directory}")
         for entry in read_header(path):
             if weight_map.get(entry.name) != file_name:
+                if is_constant(entry.name):
+                    continue
                 raise CheckpointError(
                     f"tensor {entry.name!r} is in {file_name}, but {INDEX_FILE} places it in "
                     f"{weight_map.get(entry.name)!r}"
                 )
             entries[entry.name] = entry
     for name, file_name in weight_map.items():
-        if name not in entries:
+        if name not in entries and not is_constant(name):
             raise CheckpointError(f"tensor {name!r} is missing: {INDEX_FILE} places it in {file_name}")
     return entries
 

@@ -37,7 +37,7 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.history.opening import check_location
-from pensieve_jax.model_source import resolve_model, source_tokenizer
+from pensieve_jax.model_source import resolve_model, source_tokenizer, with_tokenizer_end
 from pensieve_jax.runtime.compilation import keep_compilations_in
 from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes
 from pensieve_jax.text import Tokenizer
@@ -92,6 +92,7 @@ def assemble(
     mesh_of(config)  # raises before a history is created
     costs = _costs_before_loading(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
+    model_config = with_tokenizer_end(model_config, tokenizer)
     fingerprint = history_fingerprint(
         {"model": model_fingerprint(model_config, source, seed=config.runner.random_seed)},
         None if tokenizer is None else tokenizer.fingerprint,

@@ -30,27 +30,24 @@ from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
 from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
+from pensieve_jax.text.loading import OTHER_VOCABULARIES, TOKENIZER_FILES
 
 FLAGS = flags.FLAGS
-COMPANIONS = (
-    "chat_template.*",
-    "config.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer*",
-    "vocab.json",
-)
+COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_VOCABULARIES)
 """Files of a model directory that are copied with the weights."""
 
 
-def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
-    """Load `source` in `dtype` on the host and save it to `target`. Raises ModelError."""
+def convert(
+    source: str, target: Path, dtype: str, seed: int = 0, max_position_embeddings: int | None = None
+) -> None:
+    """Load `source` in `dtype` on the host and save it to `target`, for a context of that length, if any.
+
+    Raises ModelError.
+    """
     check_target(target)
     if (target / "config.json").exists():  # for example, the source itself
         raise CheckpointError(f"{target} already holds a model; choose an empty target")
-    config = source_config(source)
+    config = source_config(source, max_position_embeddings)
     _make_directory(target)
     mesh = make_mesh(1, jax.local_devices(backend="cpu"))
     with tqdm(desc="reading", unit="array", disable=None) as bar:
@@ -60,7 +57,14 @@ def convert(source: str, target: Path, dtype: str, seed: int = 0) -> None:
             bar.set_postfix_str(what, refresh=False)
             bar.update(num_done - bar.n)
 
-        model = load_model(source, dtype=dtype, mesh=mesh, seed=seed, progress=progress)
+        model = load_model(
+            source,
+            dtype=dtype,
+            mesh=mesh,
+            seed=seed,
+            max_position_embeddings=max_position_embeddings,
+            progress=progress,
+        )
     digest = weights_digest(source, seed=seed)
     saved_dtype = resolve_dtype(dtype, config)
     if jnp.promote_types(resolve_dtype("auto", config), saved_dtype) != saved_dtype:
@@ -83,7 +87,7 @@ def _make_directory(target: Path) -> None:
 
 
 def main() -> int:
-    convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed)
+    convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed, FLAGS.max_position_embeddings)
     return 0
 
 
@@ -96,6 +100,13 @@ def define_flags() -> None:
         "dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Type of weights; auto: the source's."
     )
     flags.DEFINE_integer("seed", 0, "Seed of random weights.")
+    flags.DEFINE_integer(
+        "max_position_embeddings",
+        None,
+        "Context of the converted model, in tokens; default: the source's. A sliding window may need a "
+        "shorter one.",
+        lower_bound=1,
+    )
 
 
 if __name__ == "__main__":

@@ -304,6 +304,13 @@ def test_an_invalid_start_is_refused(arguments: dict[str, Any], words: str) -> N
         LLM(**arguments, progress=False)
 
 
+@pytest.mark.parametrize(("name", "words"), [("m.gguf", "GGUF is not"), ("m.safetensors", "a file")])
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=words):
+        resolve_model(tmp_path / name)
+
+
 def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise OSError("404 Client Error.\n\nRepository Not Found for url: x.\nIs it private?.")

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: the gated decoder with biases on queries, keys and values only.
 
 Owns the family's config.json, weight map and presets. Small models of the family tie their embeddings.
-Sliding-window layers are rejected: which layers have a window has changed between versions of transformers.
+A window that some layers have limits the context that can be served; see `window_of_some_layers`.
 A conversation has no beginning-of-sequence token unless the tokenizer's files ask for it. The chat templates
 are ChatML with a default system message. They write it into the first turn, and can continue a conversation
 unchanged.
@@ -16,8 +16,9 @@ from model_defs.gated_checkpoints import (
     Defaults,
     gated_weight_map,
     parse_gated,
-    refuse_sliding_layers,
+    window_of_some_layers,
     written_gated,
+    written_window,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
 from model_defs.layers import Build
@@ -47,12 +48,12 @@ _PRESETS = {
 
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
-    refuse_sliding_layers(values)
-    return parse_gated("qwen2", values, generation, _DEFAULTS, attention_bias=True)
+    window = window_of_some_layers(values)
+    return parse_gated("qwen2", values, generation, _DEFAULTS, attention_bias=True, sliding_window=window)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return written_gated(config) | {"use_sliding_window": False}
+    return written_gated(config) | written_window(config)
 
 
 def _make_model(build: Build) -> GatedDecoder:

@@ -1,10 +1,10 @@
 """Qwen3: the gated decoder with a norm over each head of queries and keys, before the rotation.
 
 Owns this layer, and the family's config.json, weight map and presets. `head_dim` is a separate option: heads
-times `head_dim` need not equal the hidden size. Sliding-window layers are rejected. The official chat
-template removes the reasoning of a reply when a later question follows, and puts empty reasoning before a
-reply without any. So earlier turns change, and `LLM.chat` rejects the second turn. A template that leaves
-replies unchanged works.
+times `head_dim` need not equal the hidden size. A window that some layers have limits the context that can be
+served; see `window_of_some_layers`. The official chat template removes the reasoning of a reply when a later
+question follows, and puts empty reasoning before a reply without any. So earlier turns change, and `LLM.chat`
+rejects the second turn. A template that leaves replies unchanged works.
 """
 
 from typing import Any
@@ -20,8 +20,9 @@ from model_defs.gated_checkpoints import (
     Defaults,
     gated_weight_map,
     parse_gated,
-    refuse_sliding_layers,
+    window_of_some_layers,
     written_gated,
+    written_window,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
 from model_defs.hf_options import boolean
@@ -82,14 +83,13 @@ class Qwen3Layer(GatedLayer):
 
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
-    refuse_sliding_layers(values)
     bias = boolean(values, "attention_bias", False)
-    return parse_gated("qwen3", values, generation, _DEFAULTS, attention_bias=bias)
+    window = window_of_some_layers(values)
+    return parse_gated("qwen3", values, generation, _DEFAULTS, attention_bias=bias, sliding_window=window)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    own = {"attention_bias": config.attention_bias, "use_sliding_window": False}
-    return written_gated(config) | own
+    return written_gated(config) | written_window(config) | {"attention_bias": config.attention_bias}
 
 
 def _make_model(build: Build) -> GatedDecoder:

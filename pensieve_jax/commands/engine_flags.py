@@ -29,7 +29,7 @@ from pensieve_jax.commands.help import flag_group
 from pensieve_jax.core.options import Option, options_of
 from pensieve_jax.core.sampling_params import sampling_table
 from pensieve_jax.core.user_directories import user_cache_dir
-from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
+from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer, with_tokenizer_end
 
 if TYPE_CHECKING:  # these import JAX, which the server's front end does not load
     from model_defs import ModelConfig
@@ -203,12 +203,15 @@ def _values(kind: type) -> dict[str, Any]:
 def model_limits() -> tuple[ModelConfig, int]:
     """Return the model's configuration and the longest context in tokens, before loading the model.
 
-    A hub name is downloaded. Raises ConfigError or ModelError.
+    A hub name is downloaded. The tokenizer is read for its end-of-sequence id. Raises ConfigError or
+    ModelError.
     """
     from model_defs import source_config
 
     config = engine_config()
-    model = source_config(resolve_model(FLAGS.model), config.runner.max_position_embeddings)
+    source = resolve_model(FLAGS.model)
+    model = source_config(source, config.runner.max_position_embeddings)
+    model = with_tokenizer_end(model, source_tokenizer(source, model.vocab_size))
     return model, config.resolve_context_tokens(model.max_position_embeddings)
 
 

@@ -193,7 +193,9 @@ def define_flags() -> None:
     flags.DEFINE_float("sample_ms", 50.0, "Approximate length of a sample, in ms.", lower_bound=0.0)
     flags.DEFINE_enum("attention_backend", "auto", ATTENTION_BACKENDS, "Attention kernel.")
     flags.DEFINE_integer("tensor_parallel_size", 1, "Devices that each layer is split over.", lower_bound=1)
-    flags.DEFINE_integer("max_position_embeddings", None, "Raises the context of a random: preset.")
+    flags.DEFINE_integer(
+        "max_position_embeddings", None, "Context of the model, in tokens; default: its own."
+    )
     flags.DEFINE_integer("random_seed", 0, "Seed of random: weights.", lower_bound=0)
     flags.DEFINE_string("compilation_cache_dir", None, COMPILATION_CACHE_HELP)
     flags.DEFINE_bool("progress", None, "Show progress bars; default: on a terminal.")

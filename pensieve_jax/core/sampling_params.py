@@ -108,7 +108,6 @@ def _are_strings(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_text, value))
 
 
-_TOP_P = _real(0.0, 1.0, "a number above 0 and at most 1")
 _FLOAT, _INT = "<f4", "<i4"
 
 
@@ -142,16 +141,17 @@ class SamplingParams:
     )
     top_k: int = sampling_field(
         0,
-        _integer(0, _MAX_INT),
-        "Sample among the k most likely ids; 0 is off.",
+        _integer(-1, _MAX_INT),
+        "Sample among the k most likely ids; 0 is off, and so is -1, which is stored as 0.",
         SamplingField(
             Column(_INT, 0), flag="Sample among the k most likely ids; 0 is off.", is_model_default=True
         ),
     )
     top_p: float = sampling_field(
         1.0,
-        Limit(_TOP_P.words, lambda value: _TOP_P.accepts(value) and value != 0),
-        "Sample among the most likely ids whose probabilities add up to this; 1 is off.",
+        _real(0.0, 1.0, "a number from 0 to 1"),
+        "Sample among the most likely ids whose probabilities add up to this; 1 is off, and so is 0, which "
+        "is stored as 1.",
         SamplingField(
             Column(_FLOAT, 1),
             flag="Sample among the most likely ids whose probabilities add up to this; 1 is off.",
@@ -201,6 +201,11 @@ class SamplingParams:
             # A NumPy number or a Fraction, say: JSON and the other process only accept int and float.
             if option.kind is float and type(value) not in (int, float):
                 object.__setattr__(self, option.name, float(value))
+        # vLLM's way to switch these off; a model's files have them, too. Later code knows one value each.
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        if self.top_p == 0:
+            object.__setattr__(self, "top_p", 1.0)
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 "min_tokens", self.min_tokens, f"an integer from 0 to {self.max_tokens}"

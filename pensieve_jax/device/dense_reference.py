@@ -58,6 +58,7 @@ class DenseReference:
         min_padded_tokens: int = _MIN_PADDED,
         min_padded_outputs: int = _MIN_PADDED,
         kv_dtype: str | None = None,
+        eos_token_ids: Sequence[int] | None = None,
     ) -> None:
         """Share the arrays of `model`.
 
@@ -68,8 +69,10 @@ class DenseReference:
           min_padded_outputs: minimum number of outputs to judge, for the same reason.
           kv_dtype: as in `CacheConfig`, for an engine that stores KV state in this format; each token is
             quantized by itself.
+          eos_token_ids: those of `ModelLimits`, for an engine with a tokenizer; None takes the model's.
         """
         self._config: ModelConfig = model.config
+        self._eos_token_ids = tuple(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._min_padded_tokens, self._min_padded_outputs = min_padded_tokens, min_padded_outputs
         self._kv_dtype = kv_dtype
         self._structure, self._leaves = ModelStructure.split(model)
@@ -132,7 +135,7 @@ class DenseReference:
         # No choice follows the last emitted token, so it is not an input.
         logits = self._logits([*context_ids, *output_ids][:-1], positions - 1)
         num_padded = logits.shape[0]
-        rows = turn_rows(params, seed, _padded(positions, num_padded), self._config.eos_token_ids)
+        rows = turn_rows(params, seed, _padded(positions, num_padded), self._eos_token_ids)
         rows.banned_ids[params.min_tokens :] = -1
         draws = params.temperature > 0
         mode = sampler.mode_for(draws, truncates(params), False)

@@ -115,7 +115,8 @@ class RebatchingConfig:
     max_position_embeddings: int | None = option(
         None,
         optional(count(2)),
-        "Positions of the model, to allow more than its checkpoint says.",
+        "Context of the model, in tokens; None keeps its own. A sliding window may need a shorter one; only "
+        "learned positions cannot have a longer one.",
     )
     random_seed: int = option(0, count(0), "Seed of `random:` weights.")
     compilation_cache_dir: str | None = option(

@@ -26,7 +26,12 @@ from pensieve_jax.decoding.device.describe import (
     describe_model,
 )
 from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
-from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model, source_tokenizer
+from pensieve_jax.model_source import (
+    DEFAULT_MODEL,
+    resolve_model,
+    source_tokenizer,
+    with_tokenizer_end,
+)
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.device.runner import DeviceRunner
 from pensieve_jax.rebatching.engine import RebatchingEngine
@@ -75,8 +80,9 @@ class PaddedLLM:
             raise ConfigError("config", config, "a RebatchingConfig")
         self._progress = sys.stderr.isatty() if progress is None else progress
         source = resolve_model(model)
-        self.model_config = source_config(source, config.max_position_embeddings)
-        self.tokenizer = source_tokenizer(source, self.model_config.vocab_size)
+        model_config = source_config(source, config.max_position_embeddings)
+        self.tokenizer = source_tokenizer(source, model_config.vocab_size)
+        self.model_config = with_tokenizer_end(model_config, self.tokenizer)
         if config.compilation_cache_dir is not None:
             keep_compilations_in(config.compilation_cache_dir)
         allow_pinning(config.host_bytes, available_bytes())  # before JAX is used

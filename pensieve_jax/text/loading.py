@@ -6,7 +6,7 @@ Does not know: the model's configuration or weights.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +15,32 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.text.json_files import read_json, read_text
+from pensieve_jax.text.listed_tokens import ListedTokens
+from pensieve_jax.text.merges_files import MERGES, VOCABULARY, read_merges
 from pensieve_jax.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+"""Files of a model directory that `load_tokenizer` reads, besides config.json."""
+OTHER_VOCABULARIES: Final = (
+    "tokenizer.model*",
+    "tekken*.json",
+    "*.tiktoken",
+    "spiece.model",
+    "sentencepiece*.model",
+    "vocab.*",
+    "merges.txt",
+)
+"""Files with a vocabulary that is not read, or not alone: SentencePiece, tekken, tiktoken, WordPiece."""
 _BYTE_SPECIALS: Final = ("<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
 CHAT_TEMPLATE: Final = """\
 {{ bos_token }}
@@ -36,27 +60,29 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
     """Return the tokenizer of a model directory, or None if it has none.
 
     Reads `tokenizer.json`, or else `vocab.json` with `merges.txt` (byte-level BPE, as OPT's checkpoints
-    have); `tokenizer_config.json` and `special_tokens_map.json` for bos, eos and `add_bos_token`; the chat
-    template from `chat_template.jinja` or else `tokenizer_config.json`. Raises ConfigError naming the
-    unreadable file.
+    have); the tokens that `ListedTokens` finds in other files; `add_bos_token` from `tokenizer_config.json`;
+    the chat template from `chat_template.jinja` or else `tokenizer_config.json`. Raises ConfigError naming a
+    file that is unreadable or of another kind, or a setting that cannot be applied.
     """
     folder = Path(directory)
-    config = _read_json(folder / "tokenizer_config.json")
-    special_tokens = _read_json(folder / "special_tokens_map.json")
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    defaults: dict[str, str] = {}
+    resets_flags = False
+    _check_options(path, config)
     if (folder / "tokenizer.json").is_file():
         backend = _backend_from_file(folder / "tokenizer.json")
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        backend = _backend_from_merges(folder, bool(config.get("add_prefix_space", False)))
+        _compare_prefix(path, config.get("add_prefix_space"), backend)
+    elif (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
+        backend, defaults, resets_flags = read_merges(folder, config)
     else:
+        _refuse_other_vocabularies(folder)
         return None
-    # Besides bos and eos, add the special tokens that files list apart from the vocabulary (pad, unk).
-    listed = [_content(token) for token in special_tokens.values()]
-    known = [token for token in listed if token and backend.token_to_id(token) is not None]
-    backend.add_special_tokens(known)
+    named = ListedTokens(folder, config, defaults).add_to(backend, resets_flags=resets_flags)
     return Tokenizer(
         backend,
-        bos_token=_content(config.get("bos_token", special_tokens.get("bos_token"))),
-        eos_token=_content(config.get("eos_token", special_tokens.get("eos_token"))),
+        bos_token=named.get("bos_token"),
+        eos_token=named.get("eos_token"),
         wants_bos=config.get("add_bos_token"),
         chat_template=_chat_template(folder, config),
     )
@@ -82,58 +108,49 @@ def _byte_characters() -> list[str]:
 
 
 def _backend_from_file(path: Path) -> tokenizers.Tokenizer:
-    text = _read_text(path)
+    text = read_text(path)
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises this class itself for any defect of a file
         raise ConfigError(str(path), text[:40], f"a tokenizer of the tokenizers library ({error})") from error
 
 
-def _backend_from_merges(folder: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
-    try:
-        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # for the same reason
-        limit = f"a readable pair vocab.json and merges.txt ({error})"
-        raise ConfigError("tokenizer", str(folder), limit, "fetch the checkpoint again") from error
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    backend.decoder = decoders.ByteLevel()
-    return backend
+def _refuse_other_vocabularies(folder: Path) -> None:
+    """Raise ConfigError for a directory whose only vocabulary is of a kind that is not read."""
+    for pattern in OTHER_VOCABULARIES:
+        for path in sorted(folder.glob(pattern)):
+            raise ConfigError(
+                "the tokenizer's file",
+                str(path),
+                f"tokenizer.json, or {VOCABULARY} with {MERGES}",
+                "write tokenizer.json: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+            )
+
+
+def _check_options(path: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError, or warn, for options of tokenizer_config.json that are not applied."""
+    for name in ("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"):
+        if not isinstance(config.get(name), bool | None):
+            raise ConfigError(f"{path}: {name}", config[name], "true, false or null")
+    if config.get("split_special_tokens"):
+        limit = "false or null: chat templates write special tokens as text"
+        raise ConfigError(f"{path}: split_special_tokens", True, limit)
+    if config.get("add_eos_token"):
+        _log.warning("%s sets add_eos_token, which is not applied: a reply continues its prompt", path)
+
+
+def _compare_prefix(path: Path, adds_space: bool | None, backend: tokenizers.Tokenizer) -> None:
+    """Warn of an `add_prefix_space` that is not what tokenizer.json does."""
+    encoded = "".join(backend.encode("a", add_special_tokens=False).tokens)
+    if adds_space is not None and adds_space != encoded.startswith(("\u2581", "\u0120")):
+        _log.warning("%s sets add_prefix_space=%s; tokenizer.json decides, and differs", path, adds_space)
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
-        return _read_text(folder / "chat_template.jinja")
+        return read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
         # There are several named templates; plain chat uses the default one.
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     return template if isinstance(template, str) else None
-
-
-def _content(token: Any) -> str | None:
-    """Return a token's text; in a configuration a token is its text or an object that contains it."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(str(path), "unreadable", f"JSON ({error})", "fetch the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise ConfigError(str(path), value, "a JSON object", "fetch the checkpoint again")
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            str(path), "unreadable", f"a UTF-8 text file ({error})", "fetch the checkpoint again"
-        ) from error

@@ -14,8 +14,10 @@ from functools import cached_property
 from typing import Any, Final
 
 import tokenizers
+from tokenizers import AddedToken
 
 from pensieve_jax.core.errors import ContextLengthError, InvalidRequestError
+from pensieve_jax.text.listed_tokens import mark_special
 
 BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """The spelling of a byte's token in tokenizers with byte fallback."""
@@ -35,7 +37,9 @@ class Tokenizer:
     Attributes:
       bos_token, eos_token: their text, or None.
       bos_id, eos_id: their ids, or None.
-      wants_bos: whether the model expects `bos_id` before a conversation.
+      first_id: id that the model expects before a conversation, or None. It is `bos_id`, unless the
+        post-processor puts another id first.
+      wants_bos: whether there is a `first_id`.
       special_ids: ids that decode to no text (control tokens, bos and eos).
       chat_template: Jinja source, or None.
     """
@@ -57,9 +61,11 @@ class Tokenizer:
         # Truncation or padding would silently change a prompt.
         backend.no_truncation()
         backend.no_padding()
-        for token in (bos_token, eos_token):
-            if token is not None and backend.token_to_id(token) is not None:
-                backend.add_special_tokens([token])
+        ends = [token for token in (bos_token, eos_token) if token is not None]
+        mark_special(
+            backend,
+            [AddedToken(token, special=True) for token in ends if backend.token_to_id(token) is not None],
+        )
         self._backend = backend
         self.bos_id: int | None = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
@@ -72,13 +78,22 @@ class Tokenizer:
         self._anchor_ids = frozenset(i for i in self.special_ids if not (added[i].rstrip or added[i].lstrip))
         self._default_anchor_id = min(self._anchor_ids, default=-1)
         if wants_bos is None:
-            wants_bos = self.bos_id is not None and self.bos_id in backend.encode("").ids[:1]
-        self.wants_bos = wants_bos and self.bos_id is not None
+            self.first_id = _first_id(backend, self.bos_id)
+        else:
+            self.first_id = self.bos_id if wants_bos else None
+        self.wants_bos = self.first_id is not None
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest id plus one; a model may have more rows than that, never fewer."""
+        """The highest id plus one. A model may have more rows than that, or lack those of added tokens."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def base_vocab_size(self) -> int:
+        """The highest id of a token that was not added to the vocabulary, plus one."""
+        added = self._backend.get_added_tokens_decoder().keys()
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max((token_id for token_id in ids if token_id not in added), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
@@ -93,17 +108,16 @@ class Tokenizer:
 
         Args:
           text: any text; "" has no ids but the one below.
-          add_bos: only True at a conversation's start: put `bos_id` first if the model wants one and the
-            text does not begin with it already.
+          add_bos: only True at a conversation's start: put `first_id` first, if there is one and the text
+            does not begin with it already.
           token_limit: maximum number of useful tokens; a text far longer than that is not read to its end.
 
         Raises InvalidRequestError for a value that is not text, and ContextLengthError for far more than
         `token_limit` tokens.
         """
         token_ids = self._encode(text, token_limit)
-        if add_bos and self.wants_bos and token_ids[:1] != [self.bos_id]:
-            assert self.bos_id is not None
-            token_ids.insert(0, self.bos_id)
+        if add_bos and self.first_id is not None and token_ids[:1] != [self.first_id]:
+            token_ids.insert(0, self.first_id)
         return token_ids
 
     def encode_after(
@@ -218,3 +232,11 @@ class Tokenizer:
                 "prompt", text, "text that UTF-8 can hold, without lone surrogates"
             ) from error
         return token_ids
+
+
+def _first_id(backend: tokenizers.Tokenizer, bos_id: int | None) -> int | None:
+    """Return the id that the post-processor puts before every text, or None."""
+    first, letter = backend.encode("").ids[:1], backend.encode("a").ids
+    # A vocabulary without the letter does not show whether the id comes first or last.
+    is_first = letter[:1] == first and (len(letter) > 1 or first == [bos_id])
+    return first[0] if first and is_first else None

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from model_defs import CheckpointError, load_config, preset
+from model_defs import (
+    CheckpointError,
+    UnsupportedModelError,
+    load_config,
+    load_model,
+    make_mesh,
+    preset,
+)
+from pensieve_jax.text.loading import TOKENIZER_FILES
 from scripts import convert_checkpoint
 from tests.launching import ROOT
-from tests.models.helpers import GOLDEN
+from tests.models.helpers import GOLDEN, dense_logits
 
 
 def test_a_preset_is_converted(launch, tmp_path, capsys):
@@ -22,6 +32,36 @@ def test_a_preset_is_converted(launch, tmp_path, capsys):
     )
     assert load_config(target) == preset("llama-tiny")
     assert "writing" in capsys.readouterr().err
+
+
+def test_a_model_with_a_window_is_converted_for_a_context_that_it_covers(tmp_path):
+    source = shutil.copytree(GOLDEN / "mistral_window", tmp_path / "source")
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"sliding_window": 20}))
+    with pytest.raises(UnsupportedModelError, match="set max_position_embeddings to at most 20"):
+        convert_checkpoint.convert(str(source), tmp_path / "refused", "auto")
+    assert not (tmp_path / "refused").exists()
+    convert_checkpoint.convert(str(source), tmp_path / "target", "auto", max_position_embeddings=20)
+    config = load_config(tmp_path / "target")
+    assert (config.max_position_embeddings, config.sliding_window) == (20, 20)
+    ids = np.arange(20) % 64
+    models = [
+        load_model(tmp_path / name, mesh=make_mesh(1), max_position_embeddings=20)
+        for name in ("source", "target")
+    ]
+    np.testing.assert_array_equal(*(dense_logits(model, ids) for model in models))
+    with pytest.raises(UnsupportedModelError, match="max_position_embeddings=21"):
+        load_config(tmp_path / "target", 21)
+
+
+def test_every_file_of_a_tokenizer_is_copied(tmp_path):
+    """Without one of them, the converted model would have no tokenizer, or another one."""
+    source = shutil.copytree(GOLDEN / "llama_default", tmp_path / "source")
+    files = (*TOKENIZER_FILES, "tokenizer.model", "tekken.json", "generation_config.json")
+    for name in files:
+        (source / name).write_text("{}")
+    convert_checkpoint.convert(str(source), tmp_path / "target", "auto")
+    assert {*files, "config.json"} <= {path.name for path in (tmp_path / "target").iterdir()}
 
 
 @pytest.mark.parametrize("target", ["source", "file", "file/below"])

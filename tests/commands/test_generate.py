@@ -126,7 +126,7 @@ def test_a_conversation_larger_than_all_room_still_runs(launch, llm, tmp_path, m
         {"prompt": [9] * 5000},
         {"prompt": [320]},
         {"prompt": [-1]},
-        {"prompt": "x", "top_k": -1},
+        {"prompt": "x", "top_k": -2},
         {"prompt": "\ud800"},
         {"prompt": "x" * 767},
         {"prompt": [9], "logprobs": 50},

@@ -13,8 +13,8 @@ BAD_PARAMS = {
     "max_tokens": (0, -1, 1.0, "3", True, None, 2**31),
     "min_tokens": (-1, 33, 0.5, True, None),
     "temperature": (math.nan, math.inf, -math.inf, -0.1, "1", True, None, 1e9, 1j),
-    "top_k": (-1, 1.5, True, None, 2**31),
-    "top_p": (math.nan, 0, 0.0, -0.5, 1.01, math.inf, "1", True, None),
+    "top_k": (-2, -1.0, 1.5, True, None, 2**31),
+    "top_p": (math.nan, -0.5, False, 1.01, math.inf, "1", True, None),
     "seed": (-1, MAX_SEED + 1, 1.0, True, "1"),
     "logprobs": (-1, 1.0, True, "1"),
     "stop": ("text", [""], [1], [b"x"], 5, None),
@@ -71,6 +71,13 @@ def test_sampling_parameters_at_their_limits():
         stop_token_ids=(0,),
         logprobs=0,
     )
+
+
+def test_other_ways_to_switch_a_cut_off_are_stored_as_ours():
+    """A step's plan and a stored turn have one value each for a cut that is off."""
+    for top_k, top_p in ((-1, 0), (0, 0.0), (-1, 1.0)):
+        assert SamplingParams(top_k=top_k, top_p=top_p) == SamplingParams()
+    assert repr(SamplingParams(top_p=0).top_p) == "1.0"
 
 
 def test_ending_ids_are_stop_ids_and_end_of_sequence():

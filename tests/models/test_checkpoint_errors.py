@@ -195,9 +195,102 @@ def test_context_beyond_the_learned_table() -> None:
     assert longer.config.max_position_embeddings == 49
 
 
-def test_harmless_extras_load(llama: Path) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    rewrite(llama, tensors_of(llama) | {name: np.zeros(3, np.float32)})
+ROTARY = [f"model.layers.0.self_attn.rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached")]
+
+
+@pytest.mark.parametrize("name", [*ROTARY, "model.rotary_emb.inv_freq"])
+def test_tables_of_rotary_positions_are_skipped(llama: Path, name: str) -> None:
+    """They follow from the config, and some exports have them in a dtype that is not supported."""
+    rewrite(llama, tensors_of(llama) | {name: np.zeros(3, np.float64), f"layers.{name}": np.zeros(3)})
+    assert_golden(llama, "llama_default")
+
+
+@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("is_in", ["shard", "index", "another shard"])
+def test_tables_of_rotary_positions_need_not_agree_with_the_index(
+    sharded: Path, name: str, is_in: str
+) -> None:
+    index_path, (shard, other) = sharded / "model.safetensors.index.json", sorted(sharded.glob("*-of-*"))[:2]
+    index = json.loads(index_path.read_text())
+    if is_in != "index":
+        save_file(load_file(shard) | {name: np.zeros(3, np.float32)}, shard)
+    if is_in != "shard":
+        index["weight_map"][name] = other.name
+        index_path.write_text(json.dumps(index))
+    model_fingerprint(load_config(sharded), sharded)
+    assert_golden(sharded, "llama_gqa_linear")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "says"),
+    [
+        ("mlp.down_proj.qweight", np.int32, r"'model.layers.0.mlp.down_proj.qweight' .*\(AWQ or GPTQ\)"),
+        ("mlp.down_proj.g_idx", np.int32, r"\(GPTQ\)"),
+        ("mlp.down_proj.weight_packed", np.int32, r"\(compressed-tensors\)"),
+        ("mlp.down_proj.weight_scale_inv", np.float32, r"\(FP8\)"),
+        ("mlp.down_proj.weight_scale", np.float32, r"\(FP8 or INT8\)"),
+        ("mlp.down_proj.weight_scale_2", np.float32, r"\(ModelOpt NVFP4\)"),
+        ("mlp.down_proj.SCB", np.float32, r"\(bitsandbytes INT8\)"),
+        ("mlp.down_proj.weight.absmax", np.uint8, r"\(bitsandbytes 4-bit\)"),
+        ("self_attn.k_scale", np.float32, r"\(a quantized KV cache\)"),
+        ("self_attn.k_proj.k_scale", np.float32, r"\(a quantized KV cache\)"),
+        ("mlp.down_proj.weight", np.int8, "has dtype I8: quantized checkpoints are not supported"),
+    ],
+)
+def test_quantized_tensors_are_named_with_their_format(
+    llama: Path, name: str, dtype: type, says: str
+) -> None:
+    """Without quantization_config they were called missing, extra or of a wrong dtype."""
+    rewrite(llama, tensors_of(llama) | {f"model.layers.0.{name}": np.zeros(4, dtype)})
+    with pytest.raises(CheckpointError, match=says):
+        load(llama)
+
+
+@pytest.mark.parametrize(
+    ("files", "removed", "says"),
+    [
+        (
+            ["quant_config.json"],
+            [],
+            r"holds quant_config.json: checkpoints quantized by AWQ are not",
+        ),
+        (["quantize_config.json"], [], "quantized by GPTQ"),
+        (["hf_quant_config.json"], [], "quantized by ModelOpt"),
+        (["adapter_config.json"], [], r"holds adapter_config.json: a LoRA adapter \(PEFT\) .* merge it"),
+        (["adapter_config.json", "adapter_model.safetensors"], ["config.json", "model.safetensors"], "LoRA"),
+        (["adapter_model.safetensors"], ["model.safetensors"], "adapter_model.safetensors: a LoRA adapter"),
+        (
+            ["llama-q4.gguf"],
+            ["config.json", "model.safetensors"],
+            "holds llama-q4.gguf: GGUF is not supported",
+        ),
+        (["llama-q4.gguf"], ["model.safetensors"], "GGUF is not supported"),
+        (
+            ["params.json", "consolidated.safetensors"],
+            ["config.json"],
+            "holds params.json .* of Mistral and M",
+        ),
+        (["consolidated.safetensors"], ["model.safetensors"], "Mistral's own format is not supported"),
+        (["consolidated.00.pth"], ["model.safetensors"], "Meta's own format is not supported"),
+        (["tf_model.h5"], ["model.safetensors"], "TensorFlow is not supported"),
+        ([], ["config.json"], "no config.json in .*is this a model directory"),
+    ],
+)
+def test_directories_of_other_formats_are_named(
+    llama: Path, files: list[str], removed: list[str], says: str
+) -> None:
+    for name in files:
+        (llama / name).write_text("{}")
+    for name in removed:
+        (llama / name).unlink()
+    with pytest.raises(CheckpointError, match=says):
+        load(llama)
+
+
+def test_files_of_another_format_beside_a_whole_model_are_left_alone(llama: Path) -> None:
+    """Mistral publishes both formats in one repository."""
+    for name in ("params.json", "consolidated.safetensors", "model.gguf", "tekken.json"):
+        (llama / name).write_text("{}")
     assert_golden(llama, "llama_default")
 
 

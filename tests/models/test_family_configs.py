@@ -1,5 +1,8 @@
 """config.json of Qwen2, Qwen3 and Mistral, as published and as refused; and of every preset, read back."""
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from model_defs import (
     load_model,
     make_mesh,
     preset,
+    source_config,
 )
 from model_defs.hf_config import hf_config, parse_hf_config
 from model_defs.registry import FAMILIES
@@ -74,6 +78,10 @@ MISTRAL: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 32768,
 }
+
+
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
+"""Options of a Qwen model whose layers from 20 on have a window."""
 
 
 def in_transformers_5(values: dict[str, Any]) -> dict[str, Any]:
@@ -157,8 +165,19 @@ def test_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (QWEN2 | {"use_sliding_window": True}, r"use_sliding_window=true \(sliding_window=131072\)"),
-        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window=true"),
+        (QWEN2 | SOME_WINDOWS, "sliding_window=4096 is not .* set max_position_embeddings to at most 4096"),
+        (QWEN3 | SOME_WINDOWS, "sliding_window=4096 is not .* max_position_embeddings=40960"),
+        (without(QWEN3 | SOME_WINDOWS, "sliding_window"), "sliding_window=4096 is not supported"),
+        (
+            QWEN3 | {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"]},
+            "sliding_window=5 is not supported",
+        ),
+        (
+            QWEN3 | {"use_sliding_window": True, "layer_types": ["chunked_attention"]},
+            "layer_types: 'chunked_attention'",
+        ),
+        (QWEN2 | SOME_WINDOWS | {"max_window_layers": -1}, "max_window_layers=-1 must be an integer of at l"),
+        (QWEN2 | SOME_WINDOWS | {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
         (QWEN2 | {"use_sliding_window": "no"}, "use_sliding_window='no' must be true or false"),
         (
             QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]},
@@ -187,6 +206,59 @@ def test_special_tokens() -> None:
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         parse_hf_config(values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_window_layers": 28, "sliding_window": 4096},
+        {"sliding_window": None, "max_window_layers": 0},
+        {"sliding_window": 16, "layer_types": ["full_attention"] * 28, "max_window_layers": 0},
+    ],
+)
+def test_a_window_that_no_layer_has_is_none(options: dict[str, Any]) -> None:
+    assert parse_hf_config(QWEN2 | {"use_sliding_window": True} | options) == preset("qwen2.5-7b")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        MISTRAL | {"sliding_window": 4096},
+        without(MISTRAL, "sliding_window"),
+        QWEN2 | SOME_WINDOWS,
+        QWEN3 | SOME_WINDOWS,
+        QWEN3 | SOME_WINDOWS | {"layer_types": ["full_attention", "sliding_attention"] * 18},
+    ],
+)
+def test_a_context_that_the_window_covers_is_served(tmp_path: Path, values: dict[str, Any]) -> None:
+    """Mistral-7B-v0.1 and Zephyr have a window of 4,096 and a context of 32,768."""
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    for read in (load_config, source_config):
+        with pytest.raises(UnsupportedModelError, match=r"sliding_window=4096 is not .* at most 4096"):
+            read(tmp_path)
+        for wanted in (4097, 32768):
+            with pytest.raises(UnsupportedModelError, match=f"max_position_embeddings={wanted}"):
+                read(tmp_path, wanted)
+        for served in (4096, 100):
+            config = read(tmp_path, served)
+            assert (config.max_position_embeddings, config.sliding_window) == (served, 4096)
+            whole = parse_hf_config(values | {"max_position_embeddings": served})
+            assert whole == config and parse_hf_config(hf_config(config)) == config
+
+
+def test_a_shorter_context_leaves_the_frequencies(tmp_path: Path) -> None:
+    """YaRN's factor may follow from the context of the file, which is not the served one."""
+    yarn = {"rope_type": "yarn", "original_max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(
+        json.dumps(MISTRAL | {"rope_scaling": yarn, "sliding_window": 4096})
+    )
+    assert load_config(tmp_path, 4096).rope.factor == 4.0
+
+
+def test_a_model_is_never_built_for_a_context_beyond_its_window() -> None:
+    config = dataclasses.replace(preset("mistral-tiny"), sliding_window=16)
+    with pytest.raises(UnsupportedModelError, match="sliding_window=16 is not supported"):
+        abstract_model(config, dtype="auto", mesh=make_mesh(1))
 
 
 def test_a_window_as_long_as_the_context_hides_nothing() -> None:

@@ -7,6 +7,7 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from model_defs import preset
 from pensieve_jax.core.errors import ConfigError, ContextLengthError, InvalidRequestError
@@ -151,6 +152,154 @@ def test_vocab_and_merges_stand_in_for_tokenizer_json(tmp_path):
     assert tokenizer.encode(text, add_bos=True) == expected.encode(text, add_bos=True)
     assert tokenizer.decode(expected.encode(text, add_bos=True)) == "the cat sat w\u00f6rld \u4e2d"
     assert tokenizer.fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (["tokenizer.model"], "tokenizer.model"),
+        (["tokenizer.model.v3"], "tokenizer.model.v3"),
+        (["tekken.json"], "tekken.json"),
+        (["tekken_240911.json"], "tekken_240911.json"),
+        (["qwen.tiktoken"], "qwen.tiktoken"),
+        (["sentencepiece.bpe.model"], "sentencepiece.bpe.model"),
+        (["vocab.txt"], "vocab.txt"),
+        (["vocab.json"], "vocab.json"),
+        (["merges.txt"], "merges.txt"),
+        (["vocab.json", "tokenizer.model"], "tokenizer.model"),
+    ],
+)
+def test_a_vocabulary_that_is_not_read_is_refused_by_name(tmp_path, files, named):
+    """Otherwise the first text would be refused, for want of a tokenizer."""
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"must be tokenizer.json, or vocab.json with merges.txt; write"
+    ) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.value == str(tmp_path / named)
+    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).vocab_size == NUM_BYTE_LEVEL
+
+
+NUM_BYTE_LEVEL = byte_level_backend().get_vocab_size()
+
+
+def write_merges(directory, **files):
+    byte_level_backend().model.save(str(directory))
+    write(directory, **files)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "digits"),
+    [
+        ({}, {}, 1),
+        ({"model_type": "opt"}, {}, 1),
+        ({"model_type": "llama"}, {"tokenizer_class": "GPT2TokenizerFast"}, 1),
+        ({"model_type": "qwen3"}, {"tokenizer_class": "GPT2Tokenizer"}, 1),
+        ({"model_type": "qwen3"}, {}, 3),
+        ({"model_type": "llama"}, {"tokenizer_class": "Qwen2Tokenizer"}, 3),
+        ({"model_type": "llama", "tokenizer_class": "Qwen2TokenizerFast"}, {}, 3),
+        ({"model_type": "qwen2"}, {"tokenizer_class": "PreTrainedTokenizerFast"}, 3),
+        ({"model_type": "llama"}, {}, "that of a llama model"),
+        ({"model_type": "opt"}, {"tokenizer_class": "RobertaTokenizer"}, "'RobertaTokenizer'"),
+        ({"model_type": "opt"}, {"tokenizer_class": "PreTrainedTokenizerFast"}, "'PreTrainedTokenizerFast'"),
+    ],
+)
+def test_the_class_decides_how_vocab_and_merges_split(tmp_path, model, config, digits):
+    """Qwen2's class splits each digit off, GPT-2's keeps a number together; transformers chooses likewise."""
+    write_merges(tmp_path, config__json=model, tokenizer_config__json=config)
+    if isinstance(digits, int):
+        (pieces,) = [load_tokenizer(tmp_path)._backend.pre_tokenizer.pre_tokenize_str("123")]
+        assert len(pieces) == digits
+        return
+    with pytest.raises(ConfigError, match=f"class .* is '?{digits}'?, but must be GPT2Tokenizer or Qwen2"):
+        load_tokenizer(tmp_path)
+
+
+def token(content, **flags):
+    return {"content": content, "special": True, **flags}
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"added_tokens__json": {"<x>": 7777}}, "added_tokens.json is .*<x>' with id 7777.* gives it, 30"),
+        ({"added_tokens__json": {"<x>": "320"}}, "added_tokens.json: '<x>' is '320'"),
+        ({"added_tokens__json": [1]}, "added_tokens.json"),
+        ({"special_tokens_map__json": "["}, "special_tokens_map.json"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": {"0": token("<x>")}}}, "<x>' with id 0"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": {"x": token("<x>")}}}, r"decoder\['x'\]"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": {"320": {}}}}, r"decoder\['320'\]"),
+        ({"tokenizer_config__json": {"added_tokens_decoder": [1]}}, "added_tokens_decoder is"),
+        ({"tokenizer_config__json": {"additional_special_tokens": "<x>"}}, "additional_special_tokens"),
+        ({"tokenizer_config__json": {"eos_token": ["</s>"]}}, "tokenizer_config.json: eos_token is"),
+        ({"tokenizer_config__json": {"pad_token": {"text": "<x>"}}}, "tokenizer_config.json: pad_token is"),
+        ({"special_tokens_map__json": {"bos_token": 1}}, "special_tokens_map.json: bos_token is 1"),
+        ({"tokenizer_config__json": {"add_bos_token": "no"}}, "add_bos_token is 'no', but must be true, f"),
+        ({"tokenizer_config__json": {"add_eos_token": 1}}, "add_eos_token is 1"),
+        ({"tokenizer_config__json": {"split_special_tokens": True}}, "split_special_tokens is True"),
+        ({"tokenizer_config__json": {"add_prefix_space": "yes"}}, "add_prefix_space is 'yes'"),
+    ],
+)
+def test_settings_that_cannot_be_applied_are_named(tmp_path, files, said):
+    write_merges(tmp_path, **files)
+    with pytest.raises(ConfigError, match=said):
+        load_tokenizer(tmp_path)
+
+
+def test_an_end_that_is_not_added_to_prompts_is_named(tmp_path, caplog):
+    write_merges(tmp_path, tokenizer_config__json={"add_eos_token": True})
+    assert load_tokenizer(tmp_path) is not None
+    assert "add_eos_token" in caplog.text
+
+
+@pytest.mark.parametrize("says", [False, True, None])
+@pytest.mark.parametrize(
+    ("backend", "adds"),
+    [(metaspace_backend(), True), (metaspace_backend(False), True), (byte_level_backend(), False)],
+)
+def test_a_prefix_that_tokenizer_json_decides_otherwise_is_named(tmp_path, caplog, says, backend, adds):
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, tokenizer_config__json={"add_prefix_space": says})
+    load_tokenizer(tmp_path)
+    assert ("add_prefix_space" in caplog.text) == (says is not None and says != adds)
+
+
+@pytest.mark.parametrize("says", [False, True, None])
+@pytest.mark.parametrize("adds", [False, True])
+def test_add_bos_token_overrides_the_post_processor(tmp_path, says, adds):
+    metaspace_backend(bos_by_processor=adds).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, tokenizer_config__json={"bos_token": "<s>", "add_bos_token": says})
+    wanted = adds if says is None else says
+    assert (load_tokenizer(tmp_path).encode("a", add_bos=True)[0] == 1) == wanted
+
+
+def test_the_post_processors_token_counts_without_a_name(tmp_path):
+    """A directory may have tokenizer.json alone, or name another token as bos."""
+    metaspace_backend().save(str(tmp_path / "tokenizer.json"))
+    for config in ({}, {"bos_token": "</s>"}):
+        write(tmp_path, tokenizer_config__json=config)
+        tokenizer = load_tokenizer(tmp_path)
+        assert (tokenizer.first_id, tokenizer.wants_bos) == (1, True)
+        assert tokenizer.encode("a", add_bos=True)[0] == 1
+        assert tokenizer.encode("<s>", add_bos=True) == [1]
+
+
+def test_special_tokens_keep_their_flags(tmp_path):
+    """White space beside such a token belongs to it; a plain mark as special would give it to the text."""
+    backend = byte_level_backend()
+    backend.add_tokens([AddedToken("<end>", rstrip=True, lstrip=True), AddedToken("<pad>", rstrip=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write(
+        tmp_path,
+        tokenizer_config__json={"eos_token": "<end>"},
+        special_tokens_map__json={"eos_token": "<end>", "pad_token": "<pad>"},
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    ids = [NUM_BYTE_LEVEL, NUM_BYTE_LEVEL + 1]
+    assert tokenizer.eos_id == ids[0] and tokenizer.special_ids >= {*ids}
+    assert tokenizer.encode(" <end> <pad> ", add_bos=False) == ids
 
 
 @pytest.mark.parametrize(

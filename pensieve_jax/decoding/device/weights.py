@@ -32,7 +32,7 @@ def load_weights(
       dtype: as in `LLM`.
       mesh: mesh with one axis, "tp".
       seed: seed of random weights.
-      max_position_embeddings: number of positions if more than the checkpoint's; None for the checkpoint's.
+      max_position_embeddings: as in `RunnerConfig`.
       progress: show a progress bar.
 
     Raises:

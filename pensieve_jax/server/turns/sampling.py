@@ -8,6 +8,7 @@ Called by `server.openai`, `server.cache_view`, and `server.app` at startup.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 from msgspec import Meta
 
-from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import (
     COMPLETIONS,
@@ -27,6 +28,7 @@ from pensieve_jax.core.sampling_params import (
 )
 from pensieve_jax.server.http.bodies import Body
 
+_log = logging.getLogger(__name__)
 _DEFAULTS = {"temperature": 1.0}
 MAX_CHOICES: Final = 8
 type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
@@ -58,6 +60,41 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
 
 Every route that samples refuses their other values.
 """
+
+
+_NOT_APPLIED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "encoder_repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "min_p": (0,),
+    "top_h": (),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": ({}, []),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": ([],),
+    "forced_decoder_ids": ([],),
+    "stop_strings": ([],),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "max_new_tokens": (),
+    "max_time": (),
+    "watermarking_config": (),
+}
+"""Settings of generation_config.json that change replies and are not applied, with values without effect."""
 
 
 class StreamOptions(Body):
@@ -120,7 +157,9 @@ def model_defaults(source: str) -> dict[str, Any]:
     Args:
       source: the model directory. Any other text, such as "random:<preset>", has no such file.
 
-    `do_sample: false` in the file means temperature 0. Raises ConfigError if the file is not a JSON object.
+    `do_sample: false` in the file means temperature 0. A warning names the settings of the file that would
+    change replies and are not applied. Raises ConfigError for a file that is not a JSON object, and for an
+    invalid value.
     """
     path = Path(source) / "generation_config.json"
     if not path.is_file():
@@ -130,12 +169,28 @@ def model_defaults(source: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), "unreadable", f"a JSON object ({error})") from error
     taken = [name for name, row in sampling_table().items() if row.is_model_default]
-    found = {name: values[name] for name in taken if name in values}
+    found = {name: values[name] for name in taken if values.get(name) is not None}
+    if not isinstance(values.get("do_sample"), bool | None):
+        raise ConfigError(f"{path}: do_sample", values["do_sample"], "true, false or null")
     if values.get("do_sample") is False:
-        found.setdefault("temperature", 0.0)
-    found = {name: value for name, value in found.items() if value is not None}
-    SamplingParams(**found)  # rejects invalid values at startup instead of at every request
-    return _DEFAULTS | found
+        found["temperature"] = 0.0
+    try:  # at startup instead of at every request
+        params = SamplingParams(**found)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{path}: {error.field}", error.value, error.limit) from error
+    left_out = _left_out(values)
+    if left_out:
+        _log.warning("%s sets %s, which this server does not apply", path, ", ".join(left_out))
+    return _DEFAULTS | {name: getattr(params, name) for name in found}
+
+
+def _left_out(values: Mapping[str, Any]) -> list[str]:
+    """Return the settings that would change replies and that no engine has, as text."""
+    return [
+        f"{name}={values[name]!r}"
+        for name, without_effect in _NOT_APPLIED.items()
+        if values.get(name) is not None and values[name] not in without_effect
+    ]
 
 
 def choice_params(

@@ -204,7 +204,7 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"n": 0}, 400, "invalid_value", "n"),
         ({"temperature": -1}, 400, "invalid_value", "temperature"),
         ({"temperature": "hot"}, 400, "invalid_value", "temperature"),
-        ({"top_p": 0}, 400, "invalid_value", "top_p"),
+        ({"top_p": -0.5}, 400, "invalid_value", "top_p"),
         ({"max_tokens": 0}, 400, "invalid_value", "max_tokens"),
         ({"max_tokens": 2**31}, 400, "invalid_value", "max_tokens"),
         ({"seed": 1.5}, 400, "invalid_value", "seed"),

@@ -47,13 +47,59 @@ def test_a_request_overrides_the_models_defaults():
         ("{}", {"temperature": 1.0}),
         ('{"temperature": 0.6, "top_p": 0.9, "do_sample": true}', {"temperature": 0.6, "top_p": 0.9}),
         ('{"do_sample": false}', {"temperature": 0.0}),
+        ('{"do_sample": false, "temperature": 0.9, "top_p": 0.6}', {"temperature": 0.0, "top_p": 0.6}),
+        ('{"do_sample": null, "temperature": 0.9}', {"temperature": 0.9}),
         ('{"temperature": null, "top_k": 50}', {"temperature": 1.0, "top_k": 50}),
+        ('{"top_k": -1}', {"temperature": 1.0, "top_k": 0}),
+        ('{"top_p": 0.0}', {"temperature": 1.0, "top_p": 1.0}),
     ],
 )
 def test_sampling_defaults_come_from_the_model(tmp_path, text, expected):
     if text is not None:
         (tmp_path / "generation_config.json").write_text(text)
     assert model_defaults(str(tmp_path)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"repetition_penalty": 1.05, "min_p": 0.1}, "repetition_penalty=1.05, min_p=0.1"),
+        ({"repetition_penalty": 1.0, "min_p": 0, "num_beams": 1, "typical_p": 1.0, "stop_strings": None}, ""),
+        ({"suppress_tokens": [], "no_repeat_ngram_size": 0, "max_length": 4096, "pad_token_id": 0}, ""),
+        ({"no_repeat_ngram_size": 3, "suppress_tokens": [7]}, "no_repeat_ngram_size=3, suppress_tokens=[7]"),
+        ({"max_new_tokens": 512}, "max_new_tokens=512"),
+    ],
+)
+def test_defaults_that_are_not_applied_are_named(tmp_path, caplog, values, named):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(values))
+    assert model_defaults(str(tmp_path)) == {"temperature": 1.0}
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ([f"{path} sets {named}, which this server does not apply"] if named else [])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": "0.7"}, "temperature is '0.7', but must be a finite number"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"top_p": 1.5}, "top_p is 1.5, but must be a number from 0 to 1"),
+        ({"do_sample": "false"}, "do_sample is 'false', but must be true, false or null"),
+    ],
+)
+def test_invalid_defaults_are_named_with_their_file(tmp_path, values, words):
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=f"generation_config.json: {words}"):
+        model_defaults(str(tmp_path))
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, CreateResponse])
+def test_every_route_takes_the_other_ways_to_switch_a_cut_off(body: type[Body]) -> None:
+    request = REQUESTS[body] | {"top_k": -1, "top_p": 0}
+    decoded, _ = decode_body(json.dumps(request).encode(), body)
+    given = {name: getattr(decoded, name) for name in ("top_k", "top_p")}
+    params = sampling_params({"top_k": 5, "top_p": 0.5}, given, max_tokens=3)
+    assert (params.top_k, params.top_p) == (0, 1.0)
 
 
 @pytest.mark.parametrize("text", ["[", "[]", "3"])

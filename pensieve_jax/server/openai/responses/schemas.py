@@ -116,8 +116,8 @@ class CreateResponse(ContextFields, kw_only=True):
     max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     seed: Seed | None = None
     user: str | None = None

@@ -66,7 +66,7 @@ BAD = [
     ({"input": 5}, "input", "invalid_value"),
     ({"input": "hi", "max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
     ({"input": "hi", "temperature": 3}, "temperature", "invalid_value"),
-    ({"input": "hi", "top_p": 0}, "top_p", "invalid_value"),
+    ({"input": "hi", "top_p": -0.5}, "top_p", "invalid_value"),
     ({"input": "hi", "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     (
         {"input": "hi", "top_logprobs": 20, "include": ["message.output_text.logprobs"]},
@@ -349,7 +349,7 @@ def test_a_seed_is_the_same_on_every_route(post, server, route, body):
 WORDS = [
     ({"input": "hi", "temperature": 9}, "temperature is 9, but must be at most 2."),
     ({"input": "hi", "temperature": "hot"}, "temperature is 'hot', but must be a number."),
-    ({"input": "hi", "top_p": 0}, "top_p is 0, but must be above 0."),
+    ({"input": "hi", "top_p": -0.5}, "top_p is -0.5, but must be at least 0."),
     ({"input": "hi", "seed": 2**63}, f"seed is {2**63}, but must be at most {2**63 - 1}."),
     ({"input": "hi", "seed": -(2**63) - 1}, f"seed is {-(2**63) - 1}, but must be at least {-(2**63)}."),
     ({"input": "hi", "max_output_tokens": True}, "max_output_tokens is true, but must be an integer."),
