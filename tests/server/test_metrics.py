@@ -24,6 +24,7 @@ VLLM = [
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
     "vllm:num_preemptions_total",
+    "vllm:corrupted_requests_total",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:prompt_tokens_by_source_total",

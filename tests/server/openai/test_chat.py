@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, StepFailedError
+from pensieve_jax.core.errors import EngineDiedError, LogitsError, StepFailedError
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
@@ -302,7 +302,12 @@ def test_a_required_call_is_refused_even_if_tools_are_ignored(fields, param):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(StepFailedError("x"), "step_failed"), (EngineDiedError("x"), "step_failed")]
+    ("error", "code"),
+    [
+        (StepFailedError("x"), "step_failed"),
+        (EngineDiedError("x"), "step_failed"),
+        (LogitsError(1), "logits_not_finite"),
+    ],
 )
 def test_a_failed_turn_is_an_error_in_the_answer_or_the_stream(error, code):
     def script(turn):
