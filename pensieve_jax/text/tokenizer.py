@@ -200,6 +200,14 @@ class Tokenizer:
                     return token_id
         return None
 
+    def has_control_token(self, text: str) -> bool:
+        """Return whether a text has the spelling of a special token in it."""
+        return any(spelling in text for spelling in self._control_spellings)
+
+    @cached_property
+    def _control_spellings(self) -> tuple[str, ...]:
+        return tuple(filter(None, map(self.token_text, self.special_ids)))
+
     def token_text(self, token_id: int) -> str | None:
         """Return the vocabulary's own spelling of an id, or None outside it."""
         token: str | None = self._backend.id_to_token(token_id)
