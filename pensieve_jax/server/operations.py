@@ -33,6 +33,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage
 from pensieve_jax.server.turns.checks import check_model, template_error
+from pensieve_jax.server.turns.sampling import UNSUPPORTED_TEMPLATE
 from pensieve_jax.server.workers import is_long, run_cpu
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.version import __version__
@@ -102,13 +103,7 @@ def _card(services: Services) -> dict[str, Any]:
 class TokenizeBody(Body):
     """Request body of `POST /tokenize`: a text, or messages that the chat template formats."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "tools": ([],),
-    }
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED_TEMPLATE, "tools": ([],)}
 
     model: str | None = None
     prompt: str | None = None

@@ -56,12 +56,10 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
-        "echo": (False,),
-        "suffix": ("",),
-        "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
     MISPLACED: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.MISPLACED,
         "messages": "Send them to /v1/chat/completions.",
         "input": "Use prompt.",
         "conversation": "Use /v1/responses, or continue from previous_response_id.",
@@ -230,6 +228,7 @@ class Completion:
             num_turns=len(self._prompts) * body.num_choices,
             num_tokens=sum(map(len, self._token_ids)),
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+            num_shared=body.num_choices,
             wait=self._wait,
         )
 
