@@ -165,10 +165,12 @@ class Tokenizer:
         return both[len(ground) :] if both.startswith(ground) else alone
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes of one id after other text; None if part of a character has no known bytes.
+        """Return the bytes that one id adds to a text; None if those of part of a character are unknown.
 
-        The spelling of an id outside the vocabulary is empty; a special one is written out.
+        Special ids and ids outside the vocabulary add none.
         """
+        if token_id in self.special_ids:
+            return b""
         byte = self.byte_of(token_id)
         if byte is not None:
             return bytes([byte])

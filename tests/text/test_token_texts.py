@@ -63,14 +63,21 @@ def test_the_bytes_of_tokens_joined_are_those_of_the_text(name, text):
     assert b"".join(bytes(texts.raw(token_id)) for token_id in ids).decode().removeprefix(" ") == text
 
 
-def test_a_control_token_with_characters_that_stand_for_no_byte_is_its_text():
-    backend = byte_level_backend(("<s>", "</s>", "<|a b|>"))
-    tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>")
-    token_id = backend.token_to_id("<|a b|>")
-    assert TokenTexts(tokenizer).raw(token_id) == list(b"<|a b|>")
+def test_a_spelling_with_characters_that_stand_for_no_byte_is_itself():
+    backend = byte_level_backend()
     backend.add_tokens(["\ufffd \u00e9"])  # a text with U+FFFD that is written as it is
     texts = TokenTexts(Tokenizer(backend, bos_token="<s>", eos_token="</s>"))
     assert texts.raw(backend.token_to_id("\ufffd \u00e9")) == list("\ufffd \u00e9".encode())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_a_reply_with_control_tokens_are_those_of_its_text(name):
+    tokenizer = ZOO[name]
+    texts = TokenTexts(tokenizer)
+    ids = [*tokenizer.encode("the cat", add_bos=False), tokenizer.bos_id, *tokenizer.encode_after(None, "a")]
+    ids += [tokenizer.vocab_size + 1, tokenizer.eos_id]
+    joined = b"".join(bytes(texts.raw(token_id)) for token_id in ids)
+    assert joined.decode().removeprefix(" ") == tokenizer.decode(ids)
 
 
 def test_keys_of_one_position_differ_and_the_chosen_token_has_its_name():
