@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from pensieve_jax import (
     EngineClosedError,
     EngineConfig,
     InvalidRequestError,
+    LogitsError,
     RunnerConfig,
     SamplingParams,
     SchedulerConfig,
@@ -52,6 +54,25 @@ def llm(clock: VirtualClock) -> Iterator[LLM]:
     )
     with LLM("random:llama-tiny", config=config, progress=False, clock=clock) as llm:
         yield llm
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_end_their_turn_only(llm: LLM, value: float) -> None:
+    """One token has an embedding that is not finite; the pages that it spoils are used again."""
+    prompts = [[9, 8, 77, 7], [1, 2, 3]]
+    params = replace(SHORT, seed=1)
+    _, expected = llm.generate(prompts, params)
+    programs = llm.engine._runner._programs  # type: ignore[attr-defined]
+    before = programs.front
+    programs.front = [before[0].at[77].set(value)]
+    try:
+        with pytest.raises(LogitsError) as caught:
+            llm.generate(prompts, params)
+    finally:
+        programs.front = before
+    assert caught.value.outputs == [None, expected] and caught.value.num_tokens == 0
+    assert llm.generate(prompts, params)[1] == expected
+    assert llm.stats()["num_logits_errors"] >= 1
 
 
 def prompt_of(llm: LLM, conversation_id: str, turn: int = 0) -> tuple[int, ...]:
@@ -236,7 +257,7 @@ def test_a_stream_that_is_garbage_collected_during_a_step_has_no_effect_on_other
     assert len(llm.generate(["b"], SHORT)[0].token_ids) == 4
     with pytest.raises(UnknownConversationError):
         llm.history("dropped")
-    assert llm.stats()["num_turns_failed"] == 0
+    assert llm.stats()["num_turns_failed"] == llm.stats()["num_logits_errors"]
 
 
 def test_a_shared_prefix_is_computed_once(llm: LLM) -> None:

@@ -308,6 +308,13 @@ class ChunkStore:
             if sequence.role is not Role.RUNNING:
                 self.trim(sequence)
 
+    def distrust(self, sequence: CachedSequence) -> None:
+        """Drop all own chunks of an idle sequence or trunk from both tiers."""
+        for index in range(sequence.num_shared, len(sequence.chunks)):
+            if sequence.chunks[index].state is not ChunkState.DROPPED:
+                self.drop(sequence, index, DropReason.NOT_FINITE, None)
+        self.trim(sequence)
+
     # Private methods
 
     def _enter(self, sequence: CachedSequence, role: Role) -> None:

@@ -41,6 +41,7 @@ class DropReason(Enum):
     SLOT_NEEDED = "its slot in host memory was needed for a chunk that was worth at least as much"
     EARLIER_REQUEST = "its slot in host memory was needed by a request that had arrived earlier"
     DEVICE_LOST = "a step failed on the device, and the device's KV cache was lost"
+    NOT_FINITE = "a turn that used it got logits that are not finite, so its values are not trusted"
     INTERRUPTED = "the engine was interrupted in the middle of a change, and discarded its whole KV cache"
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python function

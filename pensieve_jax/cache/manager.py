@@ -146,6 +146,15 @@ class CacheManager:
         if sequence.num_kv_tokens < sequence.num_shared * self.chunk_tokens:
             self._trunks.cut(sequence, sequence.num_kv_tokens // self.chunk_tokens)
 
+    def distrust(self, sequence: CachedSequence) -> None:
+        """Drop the KV of an idle sequence and of its trunks, as it may be wrong.
+
+        Trunks that running requests share stay. If their KV is wrong, those requests drop it when they end.
+        """
+        for own in sequence.lineage():
+            if own.role is Role.IDLE:
+                self._store.distrust(own)
+
     def touch(self, sequence: CachedSequence) -> None:
         """Record activity now, of the sequence and of its trunks."""
         now_s = self._clock.now()

@@ -28,6 +28,7 @@ __all__ = [
     "HistoryUnavailableError",
     "InvalidFieldError",
     "InvalidRequestError",
+    "LogitsError",
     "PensieveError",
     "StepFailedError",
     "TokenizerMissingError",
@@ -296,6 +297,28 @@ class StepFailedError(PensieveError):
 
 class EngineDiedError(StepFailedError):
     """The engine's process died or stopped responding: running turns are lost, committed turns are not."""
+
+
+class LogitsError(PensieveError):
+    """A model computed logits that are not finite numbers, so the turn has no next token and ends.
+
+    Other turns continue. The conversation is as before the turn, and its KV cache is computed again.
+
+    Attributes:
+      num_tokens: tokens of the reply before these logits.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(
+            f"The model's logits after {num_tokens} tokens of the reply are not finite numbers, "
+            "so no token can be sampled. "
+            "The model's numbers may overflow in this dtype, or its weights may be damaged."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
+        return type(self), (self.num_tokens,)
 
 
 class EngineClosedError(PensieveError):

@@ -167,9 +167,9 @@ class SamplingParams:
     stop: Sequence[str] = sampling_field(
         (),
         Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, must_be_stated=False),
-        "Strings that end the reply, at most 16 of 1,024 characters. The text ends before the stop string. A "
-        "conversation keeps the tokens sampled for it; a server's chat is rendered again from the text. "
-        "Stored as a tuple.",
+        "Strings that end the reply, at most 16 of 1,024 characters. The text ends before the stop string. "
+        "It may have the spelling of a control token, which no text shows. A conversation keeps the tokens "
+        "sampled for it; a server's chat is rendered again from the text. Stored as a tuple.",
         SamplingField(routes=(COMPLETIONS,), flag="A string that ends the reply."),
     )
     stop_token_ids: Sequence[int] = sampling_field(

@@ -66,7 +66,9 @@ class StepResult(NamedTuple):
     """
 
     token_ids: np.ndarray  # i32[S]
-    logprobs: np.ndarray  # f32[S]: of the chosen ids, under the distribution before temperature
+    # f32[S]: of the chosen ids, under the distribution before temperature; not finite if the row's logits
+    # define no distribution, so that its id means nothing
+    logprobs: np.ndarray
     top_ids: np.ndarray  # i32[S, K]: most likely first
     top_logprobs: np.ndarray  # f32[S, K]
 

@@ -10,6 +10,7 @@ Called by `LLM`, streams and the server's engine process, always from one thread
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
@@ -181,8 +182,9 @@ class Engine:
         """Schedule, plan and dispatch a step, then finish the previous one; returns the turns that ended.
 
         If a step fails on the device or the history cannot be written, the affected turns get that `error`;
-        conversations survive. The step after a failed one makes new pools first. While the device has no
-        memory for them, it raises StepFailedError, and nothing else is lost.
+        conversations survive. A turn whose logits are not finite gets a LogitsError; the others continue.
+        The step after a failed one makes new pools first. While the device has no memory for them, it raises
+        StepFailedError, and nothing else is lost.
         """
         if self._needs_new_pools:
             self._runner.reset()
@@ -372,6 +374,7 @@ class Engine:
         """Fetch a step's ids, give them to their turns, and commit the turns that end with them."""
         result = self._runner.fetch(step.handle)
         endings: list[tuple[ReplyState, FinishReason]] = []
+        broken: list[ReplyState] = []
         sampling = [grant for grant in step.output.grants if grant.samples]
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
         touched = self._ledger.touched
@@ -382,12 +385,15 @@ class Engine:
             if reply is None:
                 continue  # it ended one step earlier or was cancelled: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
+            if not isfinite(logprob):
+                broken.append(reply)
+                continue
             request.token_ids[position] = token_id
             touched[request] = None
             reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
             if reason is not None:
                 endings.append((reply, reason))
-        ended = self._ledger.commit(endings)
+        ended = self._ledger.commit(endings) + self._ledger.lose_to_logits(broken)
         self._conversations.forget_stateless()
         return ended
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.core.errors import ConversationChangedError, PensieveError, forget_frames
+from pensieve_jax.core.errors import ConversationChangedError, LogitsError, PensieveError, forget_frames
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
@@ -144,8 +144,17 @@ class TurnLedger:
             reply.error = error
             self._stats.num_turns_failed += 1
             # A conversation that another replica changed is loaded again at its next use.
-            self._roll_back(reply, forget=isinstance(error, ConversationChangedError))
+            self._roll_back(
+                reply,
+                forget=isinstance(error, ConversationChangedError),
+                distrust=isinstance(error, LogitsError),
+            )
         return turns
+
+    def lose_to_logits(self, replies: Sequence[ReplyState]) -> list[Turn]:
+        """End turns whose logits are not finite, each with an error of its own."""
+        self._stats.num_logits_errors += len(replies)
+        return [turn for reply in replies for turn in self.lose([reply], LogitsError(len(reply.token_ids)))]
 
     def close(self) -> None:
         """Write the learned state; no turn may be in progress."""
@@ -190,10 +199,16 @@ class TurnLedger:
             self._conversations.branches.settled(live, reply.node)
         self._leave(reply, forget=conversation.one_off)
 
-    def _roll_back(self, reply: ReplyState, *, forget: bool = False) -> None:
-        """Remove a turn that was not stored; with `forget`, remove its conversation from memory as well."""
+    def _roll_back(self, reply: ReplyState, *, forget: bool = False, distrust: bool = False) -> None:
+        """Remove a turn that was not stored.
+
+        With `forget`, remove its conversation from memory as well. With `distrust`, drop the conversation's
+        KV cache: the turn may have recomputed a part of the history, too.
+        """
         conversation = reply.request.conversation
         self._loop.withdraw(reply.request)
+        if distrust:
+            self._loop.cache.distrust(reply.request.sequence)
         forget = forget or conversation.one_off or not conversation.num_turns
         live = self._live_of(reply)
         if reply.node is not None and reply.origin is not None and isinstance(live, Branch):

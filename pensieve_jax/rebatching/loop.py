@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from math import isfinite
 from typing import Any
 
-from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.core.errors import LogitsError, StepFailedError
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.launches import Decode, Launch, Prefill, Resize, Shape
 from pensieve_jax.rebatching.metrics import Observe, RebatchingMetrics, StepSeen, unobserved
@@ -118,15 +119,21 @@ class RebatchingLoop:
                 continue
             if not isinstance(launch, Prefill):  # a repeated prefill may succeed and the step fail again
                 query.num_failures = 0
+            if not isfinite(logprobs[place]):
+                self.metrics.num_logits_errors += 1
+                query.error = LogitsError(len(query.token_ids))
+                ended.append(query)
+                continue
             reason = query.accept(
                 token_ids[place], logprobs[place], result.top_ids[place], result.top_logprobs[place]
             )
             if reason is not None:
                 query.finish(reason)
-                del self.queries[query.serial]
-                if query.location is not KVLocation.RELEASED:
-                    self.scheduler.remove(query)
                 ended.append(query)
+        for query in ended:
+            del self.queries[query.serial]
+            if query.location is not KVLocation.RELEASED:
+                self.scheduler.remove(query)
         return ended
 
     def _fail(self, error: StepFailedError, failed: Launch, scheduled: Sequence[Launch]) -> list[Query]:

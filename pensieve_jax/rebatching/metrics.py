@@ -68,6 +68,7 @@ class RebatchingMetrics:
       prefill_tokens: prefilled tokens, without padding.
       padded_prefill_tokens: prefilled tokens, with padding.
       num_insertions, num_suspensions, num_parked, num_returned, num_resizes: launches of these kinds.
+      num_logits_errors: queries that ended because their logits were not finite.
       num_failed_steps: steps that failed on the device.
       max_kv_bytes: peak device memory of the ring and the parked rows.
     """
@@ -89,6 +90,7 @@ class RebatchingMetrics:
     num_parked: int = 0
     num_returned: int = 0
     num_resizes: int = 0
+    num_logits_errors: int = 0
     num_failed_steps: int = 0
     max_kv_bytes: int = 0
 

@@ -65,7 +65,9 @@ class Metrics:
         self._success = self._counter(
             "vllm:request_success", "Turns that ended successfully.", "finished_reason"
         )
-        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of contexts: history and prompt.")
+        self._prompt = self._counter(
+            "vllm:prompt_tokens", "Tokens of contexts: history and prompt, once for all replies to it."
+        )
         self._generation = self._counter("vllm:generation_tokens", "Tokens of replies.")
         self._by_source = self._counter(
             "vllm:prompt_tokens_by_source", "Tokens of contexts, by the source of their KV cache.", "source"
@@ -143,15 +145,20 @@ class Metrics:
         if num_tokens:
             self._between_s.observe(seconds / num_tokens)
 
-    def finished(self, output: Output, seconds: float) -> None:
-        """Record a turn that ended successfully, `seconds` after its request."""
+    def finished(self, output: Output, seconds: float, *, counts_context: bool = True) -> None:
+        """Record a turn that ended successfully, `seconds` after its request.
+
+        The context counts if `counts_context`; of several replies to a prompt, it counts for one.
+        """
         usage = output.usage
         computed = usage.recomputed_tokens + usage.prefilled_tokens
         found = usage.reused_gpu_tokens + usage.swapped_in_tokens
         self._request_s.observe(seconds)
         self._child(self._success, output.finish_reason).inc()
-        self._prompt.inc(found + computed)
         self._generation.inc(usage.output_tokens)
+        if not counts_context:
+            return
+        self._prompt.inc(found + computed)
         self._queries.inc(found + computed)
         self._hits.inc(found)
         sources = {
@@ -216,7 +223,8 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "num_steps": ("pensieve:steps", "Steps of the engine."),
     "num_suspensions": ("vllm:num_preemptions", "Turns taken out of the batch under memory pressure."),
     "num_turns_cancelled": ("pensieve:turns_cancelled", "Turns that were cancelled."),
-    "num_turns_failed": ("pensieve:turns_failed", "Turns that failed with their step."),
+    "num_turns_failed": ("pensieve:turns_failed", "Turns that failed in the engine."),
+    "num_logits_errors": ("vllm:corrupted_requests", "Turns that failed because logits were not finite."),
     "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose KV cache was dropped."),
     "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks swapped out on demand to free a page."),
     "num_lost_copies": (

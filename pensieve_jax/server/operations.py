@@ -26,13 +26,14 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import invalid_value, overloaded
+from pensieve_jax.server.http.errors import invalid_value, overloaded, unsupported
 from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage
 from pensieve_jax.server.turns.checks import check_model, template_error
+from pensieve_jax.server.turns.sampling import UNSUPPORTED_TEMPLATE
 from pensieve_jax.server.workers import is_long, run_cpu
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.version import __version__
@@ -102,18 +103,12 @@ def _card(services: Services) -> dict[str, Any]:
 class TokenizeBody(Body):
     """Request body of `POST /tokenize`: a text, or messages that the chat template formats."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "tools": ([],),
-    }
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED_TEMPLATE, "tools": ([],)}
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -168,6 +163,8 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "Either prompt or messages must be given.")
     if body.messages is not None:
+        if body.add_special_tokens:
+            raise unsupported("add_special_tokens", "the chat template writes the special tokens of messages")
         messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
         chat_format = services.chat_format or ChatFormat(services.tokenizer)  # raises the missing part
         try:
@@ -176,7 +173,7 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
             raise template_error(error, messages, "messages") from error
     assert body.prompt is not None
     try:
-        return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens)
+        return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens is not False)
     except InvalidRequestError as error:
         raise invalid_value("prompt", str(error)) from error
 

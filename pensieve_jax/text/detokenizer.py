@@ -9,6 +9,9 @@ one space) then affect both and cancel out. The newest text may still change for
 lack bytes; then the text ends with U+FFFD, and it waits for the character's end. And tokenizers with byte
 fallback decode a run of byte tokens as a whole, where one bad byte turns every character of the run into
 U+FFFD; then the text waits for the run's end.
+
+Control tokens are not text, but a stop string may contain the spelling of one. Such a string is also searched
+in the text with control tokens written out.
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._stop = tuple(_StopString(string) for string in stop)
+        self._written_stop = tuple(
+            _WrittenStop(string) for string in stop if tokenizer.has_control_token(string)
+        )
         self._last_bytes = frozenset(string.encode(errors="replace")[-1] for string in stop)
         # `_window`: `_num_prefix` ids whose text `_prefix_text` was returned, then ids whose text was not.
         self._window: list[int] = []
@@ -48,6 +54,7 @@ class IncrementalDetokenizer:
         self._prefix_text = ""
         self._held = ""  # final text that may be the beginning of a stop string
         self._num_no_stop_chars = 0  # a stop string that ends within this many new characters does not count
+        self._num_written = 0  # new characters that stand before a control token that was seen already
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """Return the text that the newest token makes final, often "". After a stop string it is always "".
@@ -56,8 +63,10 @@ class IncrementalDetokenizer:
         is ordinary text, now and when that text becomes final. One that it only begins can still complete
         later.
         """
-        if self.stop_string is not None or token_id in self._special_ids:
+        if self.stop_string is not None:
             return ""
+        if token_id in self._special_ids:
+            return self._push_control(token_id, may_stop=may_stop) if self._written_stop else ""
         if self._tokenizer.token_text(token_id) is None:
             return ""  # outside the vocabulary; in a window it would stand for text that does not exist
         window = self._window
@@ -95,41 +104,71 @@ class IncrementalDetokenizer:
         self._window, self._prefix_text, self._held = [], "", ""
         return delta
 
+    def _push_control(self, token_id: int, *, may_stop: bool) -> str:
+        """Return the text before a stop string that a control token completes, else ""."""
+        fresh = self._tokenizer.decode_window(self._window)[len(self._prefix_text) :] if self._window else ""
+        spelling = self._tokenizer.token_text(token_id) or ""
+        found: list[tuple[str, int]] = []
+        for stop in self._written_stop:
+            stop.advance(fresh[self._num_written :])
+            size = stop.advance(spelling, is_shown=False)
+            if size is not None:
+                found.append((stop.text, size))
+        whole = fresh.rstrip(_REPLACEMENT)
+        self._num_written = len(whole) + (whole != fresh)  # bytes at the end become one character, or U+FFFD
+        if not (found and may_stop):
+            return ""
+        self.stop_string, size = max(found, key=lambda one: len(one[0]))
+        text = self._held + fresh
+        return text[: len(text) - size]
+
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Add final text and return what cannot be part of a stop string."""
         if not self._stop:
             return fresh
         text = self._held + fresh
         matches = self._matches(fresh)
-        self._num_no_stop_chars = 0
         if may_stop:
             delta = self._end_at_stop(text, matches)
             if self.stop_string is not None:
                 return delta
-        for stop, match in zip(self._stop, matches, strict=True):
+        for stop, match in zip(self._stop, matches, strict=False):
             stop.num_begun = match.num_begun
+        for written in self._written_stop:
+            written.advance(fresh[self._num_written :])
+        self._num_no_stop_chars = self._num_written = 0
         num_held = max(match.num_begun for match in matches)
         delta, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return delta
 
     def _matches(self, fresh: str) -> list[_Match]:
-        """Match every stop string against the unreturned text, which continues the returned text."""
-        return [stop.after(fresh, self._num_no_stop_chars) for stop in self._stop]
+        """Match the stop strings against the unreturned text, which continues the returned text.
+
+        Those with control tokens come last, once more, with control tokens written out.
+        """
+        limit, start = self._num_no_stop_chars, self._num_written
+        matches = [stop.after(fresh, limit) for stop in self._stop]
+        for written in self._written_stop:
+            match = written.after(fresh[start:], limit - start)
+            at = match.completed_at
+            matches.append(match if at is None else match._replace(completed_at=at + start))
+        return matches
 
     def _end_at_stop(self, text: str, matches: Sequence[_Match]) -> str:
         """Return the part of `text` before the stop string that completes first; "" if none does.
 
         `text` begins with the held text.
         """
+        stops: tuple[_StopString | _WrittenStop, ...] = (*self._stop, *self._written_stop)
         found = [
-            (match.completed_at, len(stop.text), stop.text)
-            for stop, match in zip(self._stop, matches, strict=True)
+            (match.completed_at, stop.text, match.num_completed)
+            for stop, match in zip(stops, matches, strict=True)
             if match.completed_at is not None
         ]
         if not found:
             return ""
         # Take the first that completed, and the longest of those.
-        completed_at, size, self.stop_string = min(found, key=lambda one: (one[0], -one[1]))
+        completed_at, self.stop_string, size = min(found, key=lambda one: (one[0], -len(one[1])))
         at = len(self._held) + completed_at - size
         return text[:at]
 
@@ -141,10 +180,12 @@ class _Match(NamedTuple):
       num_begun: number of the string's characters, fewer than all, that the text ends with.
       completed_at: number of new characters after which the string was complete and may end the text; None
         if it was not.
+      num_completed: number of the completed string's characters in the text.
     """
 
     num_begun: int
     completed_at: int | None
+    num_completed: int
 
 
 class _StopString:
@@ -179,7 +220,7 @@ class _StopString:
                 if completed_at is None and at > num_no_stop_chars:
                     completed_at = at
                 num = shorter[num]  # below the minimum length of a reply, the text may continue
-        return _Match(num, completed_at)
+        return _Match(num, completed_at, len(text))
 
     def _extend(self) -> None:
         text, shorter = self.text, self._shorter
@@ -187,3 +228,32 @@ class _StopString:
         while num and text[num] != last:
             num = shorter[num]
         shorter.append(num + 1 if text[num] == last else 0)
+
+
+class _WrittenStop:
+    """A stop string with a control token's spelling, searched in the text with control tokens written out."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._stop = _StopString(text)
+        self._is_shown: list[bool] = []  # of the characters that match so far: whether they are text
+
+    def after(self, new: str, num_no_stop_chars: int) -> _Match:
+        """Return the match as `_StopString.after` does, counting characters of the text only."""
+        return self._after(new, num_no_stop_chars)[0]
+
+    def advance(self, new: str, *, is_shown: bool = True) -> int | None:
+        """Append characters; return how many characters of the text a string has that they complete."""
+        match, self._is_shown = self._after(new, 0, is_shown=is_shown)
+        self._stop.num_begun = len(self._is_shown)
+        return None if match.completed_at is None else match.num_completed
+
+    def _after(self, new: str, num_no_stop_chars: int, *, is_shown: bool = True) -> tuple[_Match, list[bool]]:
+        match = self._stop.after(new, num_no_stop_chars)
+        shown = self._is_shown + [is_shown] * len(new)
+        begun = shown[len(shown) - match.num_begun :]
+        num_completed = 0
+        if match.completed_at is not None:
+            end = len(self._is_shown) + match.completed_at
+            num_completed = sum(shown[end - len(self.text) : end])
+        return match._replace(num_begun=sum(begun), num_completed=num_completed), begun

@@ -18,7 +18,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.text.json_files import read_json, read_text
 from pensieve_jax.text.listed_tokens import ListedTokens
 from pensieve_jax.text.merges_files import MERGES, VOCABULARY, read_merges
-from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tokenizer import Tokenizer, byte_characters
 
 _log = logging.getLogger(__name__)
 TOKENIZER_FILES: Final = (
@@ -90,7 +90,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
 
 def byte_tokenizer() -> Tokenizer:
     """Return a tokenizer of 262 ids for random models: id b is byte b, then bos, eos and chat markers."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -98,13 +98,6 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(
         backend, bos_token="<bos>", eos_token="<eos>", wants_bos=True, chat_template=CHAT_TEMPLATE
     )
-
-
-def _byte_characters() -> list[str]:
-    """Return each byte's printable stand-in in byte-level vocabularies: itself, or one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
 
 
 def _backend_from_file(path: Path) -> tokenizers.Tokenizer:

@@ -1,10 +1,15 @@
-"""The texts of single tokens, as responses show them.
+"""The texts of single tokens, as responses show them, and where they stand in a reply.
 
-Owns: the text and the bytes of a token. Does not know: replies.
+Owns: the text, the bytes and the names of a token, and the offsets of a reply's tokens in its text. Does not
+know: sampling, or the fields of responses.
 """
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Iterable
+
+from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.tokenizer import Tokenizer
 
 
@@ -21,24 +26,72 @@ class TokenTexts:
         text = self._texts.get(token_id)
         if text is None:
             tokenizer = self._tokenizer
-            text = _name(token_id) if tokenizer is None else tokenizer.text_after(token_id)
+            text = _numbered(token_id) if tokenizer is None else tokenizer.text_after(token_id)
             self._texts[token_id] = text
         return text
 
-    def opening(self, token_id: int) -> str:
-        """Return the token's text at the beginning of a reply, where some tokenizers drop a space."""
-        return _name(token_id) if self._tokenizer is None else self._tokenizer.decode_raw([token_id])
-
     def raw(self, token_id: int) -> list[int] | None:
-        """Return the bytes of the token; None if it is neither text by itself nor a single byte."""
-        if self._tokenizer is None:
-            return None
+        """Return the bytes of the token; None without a tokenizer, or if they are unknown."""
+        found = None if self._tokenizer is None else self._tokenizer.bytes_of(token_id)
+        return None if found is None else list(found)
+
+    def name(self, token_id: int) -> str:
+        r"""Return the token's text, or `bytes:\xe4\xb8` for bytes that are not a whole character."""
+        text = self.text(token_id)
+        if "\ufffd" not in text:
+            return text
+        raw = self.raw(token_id)
+        return _numbered(token_id) if raw is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def keys(self, chosen_id: int, likely_ids: Iterable[int]) -> dict[int, str]:
+        """Return a different key for each of these tokens, by id.
+
+        The chosen token has its name, whether or not it is among the likely ones. Another token has its name
+        too, or `token_id:<id>` if the name is empty or is the key of a token before it.
+        """
+        keys = {chosen_id: self.name(chosen_id)}
+        taken = set(keys.values())
+        for token_id in likely_ids:
+            if token_id not in keys:
+                name = self.name(token_id)
+                keys[token_id] = name if name and name not in taken else _numbered(token_id)
+                taken.add(keys[token_id])
+        return keys
+
+
+class TokenOffsets:
+    """Where the tokens of one reply begin in its text, in characters.
+
+    A token that is a part of a character has the offset of that character. A token without text, such as a
+    control token, has the offset of the text after it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """Start at the beginning of a reply; without a tokenizer it has no text."""
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self._num_final = 0  # characters of the text that later tokens cannot change
+        # A run of `<0x..>` tokens becomes text only at its end, so its characters are counted here.
+        self._run = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_in_run = 0
+
+    def next(self, token_id: int, text: str) -> int:
+        """Return the offset of the next token, whose text by itself is `text`."""
+        if self._tokenizer is None or self._detokenizer is None:
+            return 0
+        offset = self._num_final + self._num_in_run
+        final = self._detokenizer.push(token_id)
         byte = self._tokenizer.byte_of(token_id)
         if byte is not None:
-            return [byte]
-        text = self.text(token_id)
-        return None if "\ufffd" in text else list(text.encode())
+            self._num_in_run += len(self._run.decode(bytes([byte])))
+        if final:
+            self._num_final += len(final)
+            self._run.reset()
+            self._num_in_run = 0
+            if text and final.endswith(text):  # bytes before it turned out not to be a character
+                offset = self._num_final - len(text)
+        return offset
 
 
-def _name(token_id: int) -> str:
+def _numbered(token_id: int) -> str:
     return f"token_id:{token_id}"

@@ -31,6 +31,16 @@ _CHARACTERS: Final = 8
 """Upper bound of characters per token in nearly all texts. Where it fails, more of the text is examined."""
 
 
+def byte_characters() -> list[str]:
+    """Return each byte's printable stand-in in byte-level vocabularies: itself, or one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(0x100 + others.index(byte)) for byte in range(256)]
+
+
+_BYTES_BY_CHARACTER: Final = {character: byte for byte, character in enumerate(byte_characters())}
+
+
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the conventions of one model. Immutable; threads may share it.
 
@@ -168,6 +178,26 @@ class Tokenizer:
         both = self.decode_window([anchor_letter_id, token_id])
         return both[len(ground) :] if both.startswith(ground) else alone
 
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Return the bytes that one id adds to a text; None if those of part of a character are unknown.
+
+        Special ids and ids outside the vocabulary add none.
+        """
+        if token_id in self.special_ids:
+            return b""
+        byte = self.byte_of(token_id)
+        if byte is not None:
+            return bytes([byte])
+        text = self.text_after(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        spelling = self.token_text(token_id) or ""
+        if self._spells_bytes:
+            # The library's own rule: a spelling with any other character stands for itself.
+            found = [_BYTES_BY_CHARACTER.get(character) for character in spelling]
+            return spelling.encode() if None in found else bytes(one for one in found if one is not None)
+        return text.encode() if "\ufffd" in spelling else None
+
     def byte_of(self, token_id: int) -> int | None:
         """Return the byte of a `<0x..>` token; None for any other token."""
         token = self.token_text(token_id) if self.joins_byte_runs else None
@@ -186,6 +216,14 @@ class Tokenizer:
                     return token_id
         return None
 
+    def has_control_token(self, text: str) -> bool:
+        """Return whether a text has the spelling of a special token in it."""
+        return any(spelling in text for spelling in self._control_spellings)
+
+    @cached_property
+    def _control_spellings(self) -> tuple[str, ...]:
+        return tuple(filter(None, map(self.token_text, self.special_ids)))
+
     def token_text(self, token_id: int) -> str | None:
         """Return the vocabulary's own spelling of an id, or None outside it."""
         token: str | None = self._backend.id_to_token(token_id)
@@ -194,11 +232,20 @@ class Tokenizer:
     @cached_property
     def joins_byte_runs(self) -> bool:
         """Whether a run of `<0x..>` tokens is decoded as a whole, so that its next byte can change it all."""
+        return "ByteFallback" in self._decoder_types
+
+    @cached_property
+    def _spells_bytes(self) -> bool:
+        """Whether each character of a token's spelling stands for a byte, as in byte-level vocabularies."""
+        return "ByteLevel" in self._decoder_types
+
+    @cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        """Types of the decoder's parts, as tokenizer.json names them."""
         if self._backend.decoder is None:
-            return False
+            return frozenset()
         decoder: dict[str, Any] = json.loads(self._backend.decoder.__getstate__())
-        parts = decoder.get("decoders", [decoder])
-        return any(part.get("type") == "ByteFallback" for part in parts)
+        return frozenset(part.get("type", "") for part in decoder.get("decoders", [decoder]))
 
     def _check_length(self, text: str, token_limit: int) -> None:
         """Raise ContextLengthError if the beginning of a long text alone has far too many tokens.

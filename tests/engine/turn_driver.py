@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.core.errors import HistoryError, StepFailedError
+from pensieve_jax.core.errors import HistoryError, LogitsError, StepFailedError
 from tests.cache.helpers import learned_state_of
 from tests.engine.harness import MAX_STEPS, Harness
 from tests.engine.oracles import Bench, TurnFacts
@@ -122,7 +122,7 @@ class TurnDriver:
     def _settle(self, running: Running) -> None:
         turn = running.turn
         if turn.error is not None:
-            assert isinstance(turn.error, StepFailedError | HistoryError)
+            assert isinstance(turn.error, StepFailedError | HistoryError | LogitsError)
             self._lose(running)
             return
         check_output(running, self.bench)

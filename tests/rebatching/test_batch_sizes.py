@@ -175,6 +175,7 @@ def test_counts_of_a_run_to_the_end():
         "num_parked": 0,
         "num_returned": 0,
         "num_resizes": 2,
+        "num_logits_errors": 0,
         "num_failed_steps": 0,
         "max_kv_bytes": (2 * 64 + 2 * 64) * TOKEN_BYTES,
         "idle_row_share": 5 / 14,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.core.errors import LogitsError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.rebatching.config import RebatchingConfig
 from pensieve_jax.rebatching.launches import Insert, Resize
@@ -118,6 +120,28 @@ def test_failures_long_ago_do_not_count(where):
     small.run()
     assert small.loop.metrics.num_failed_steps == 6
     assert [len(query.result().token_ids) for query in queries] == [60] * 3
+
+
+@pytest.mark.parametrize("insertion", ["embed", "shape", "none"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, 39])
+def test_a_query_whose_logits_are_not_finite_fails_alone(insertion, num_tokens, monkeypatch):
+    small = Small(insertion)
+    queries = small.submit(5)
+    bad, fetch = queries[1], small.runner.fetch
+
+    def broken(handle):
+        launch, result = handle
+        for query, place in launch.samples:
+            if query is bad and len(query.token_ids) == num_tokens:
+                result.logprobs[place] = math.nan
+        return fetch(handle)
+
+    monkeypatch.setattr(small.runner, "fetch", broken)
+    small.run()
+    with pytest.raises(LogitsError, match=f"after {num_tokens} tokens"):
+        bad.result()
+    assert [len(query.result().token_ids) for query in queries if query is not bad] == [40] * 4
+    assert small.loop.metrics.num_logits_errors == 1 and not small.loop.metrics.num_failed_steps
 
 
 @pytest.mark.parametrize("kind", [Resize, Insert])

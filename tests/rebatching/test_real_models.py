@@ -12,6 +12,7 @@ from pensieve_jax import (
     LLM,
     CacheConfig,
     EngineConfig,
+    LogitsError,
     RunnerConfig,
     SamplingParams,
     SchedulerConfig,
@@ -122,6 +123,27 @@ def test_a_row_comes_back_as_it_was(insertion):
     bench.run()
     assert victim.result().usage.num_suspensions == 1
     assert judge("llama-tiny", victim)
+
+
+@pytest.mark.parametrize("insertion", INSERTIONS)
+def test_logits_that_are_not_finite_end_their_query_only(insertion, monkeypatch):
+    """The rows that its token spoils are used again, by queries that join and by prompts in place."""
+    bench = Bench("llama-tiny", insertion)
+    leaves = bench.runner._leaves
+    broken = [leaves[0].at[77].set(np.nan), *leaves[1:]]
+    monkeypatch.setattr(bench.runner, "_leaves", broken)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [[77] * 9, [5] * 3, [6] * 20, [77] * 30, [7] * 2, [8] * 25, [9] * 4, [10] * 11]
+    queries = []
+    for prompt in prompts:
+        queries.append(bench.engine.submit(prompt, params))
+        bench.step()
+    bench.run()
+    assert [type(query.error) for query in queries[::3]] == [LogitsError, LogitsError, type(None)]
+    assert bench.engine.stats()["num_logits_errors"] == 2
+    for query in queries:
+        if 77 not in query.prompt_token_ids:
+            assert judge("llama-tiny", query)
 
 
 @pytest.mark.parametrize("where", ["launch", "fetch"])

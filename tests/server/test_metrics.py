@@ -24,6 +24,7 @@ VLLM = [
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
     "vllm:num_preemptions_total",
+    "vllm:corrupted_requests_total",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     "vllm:prompt_tokens_by_source_total",
@@ -148,6 +149,24 @@ def test_every_name_exists_before_the_first_request():
     }
     assert set(VLLM + OURS) - names <= labelled
     assert set(VLLM + OURS) <= {name for name, *_ in scraped(busy())}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_counts_once_however_many_replies_it_gets(stream):
+    """As in `usage`; here for two prompts with three replies each."""
+    harness = Harness(ROUTES, FakeEngine(say("hello there", reused_gpu_tokens=30)))
+    body = {"prompt": ["abc", "defgh"], "n": 3, "stream": stream, "stream_options": {"include_usage": True}}
+
+    async def complete() -> int:
+        return (await harness.open("POST", "/v1/completions", body).whole())[0]
+
+    assert asyncio.run(complete()) == 200
+    found = scraped(harness)
+    num_prompts = sum(len(turn.spec.prompt_token_ids) + 30 for turn in harness.engine.turns) / 3
+    assert found["vllm:prompt_tokens_total",] == found["vllm:prefix_cache_queries_total",] == num_prompts
+    assert found["vllm:prefix_cache_hits_total",] == 60
+    assert found["vllm:generation_tokens_total",] == 6 * 12
+    assert found["vllm:request_success_total", ("finished_reason", "stop")] == 6
 
 
 def test_tokens_of_turns_are_counted_by_source():

@@ -57,6 +57,18 @@ def test_text_is_tokenized_and_detokenized():
         assert ask(harness, "POST", path, bad)[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("add_special_tokens", True), ("enable_thinking", False), ("chat_template_kwargs", {"a": 1})],
+)
+def test_a_setting_that_would_change_the_tokens_of_messages_is_refused(name, value):
+    harness = Harness(ROUTES)
+    status, body = ask(harness, "POST", "/tokenize", {"messages": HI, name: value})
+    assert (status, body["error"]["code"]) == (400, "unsupported_parameter")
+    assert body["error"]["param"] == name
+    assert ask(harness, "POST", "/tokenize", {"messages": HI, "add_special_tokens": False})[0] == 200
+
+
 def test_messages_have_the_same_tokens_as_in_a_chat():
     """This includes a developer message whose role the template does not know."""
     messages = [{"role": "developer", "content": "Be kind."}, *HI]

@@ -224,3 +224,100 @@ def test_special_tokens_are_not_text_and_keep_the_space_behind_them():
 def test_invalid_stop_strings_are_refused(stop):
     with pytest.raises(InvalidRequestError, match=r"^stop"):
         IncrementalDetokenizer(ZOO["bytes"], stop)
+
+
+USER, END = 258, 261  # <|user|> and <|end|> of the byte tokenizer
+
+
+@pytest.mark.parametrize(
+    ("stop", "ids", "expected"),
+    [
+        (["<|user|>"], [*b"hi", USER, *b"x"], ("hi", 3, "<|user|>")),
+        (["<|user|>"], [*b"hi", END, USER], ("hi", 4, "<|user|>")),
+        (["<|user|>"], [USER], ("", 1, "<|user|>")),
+        (["<|user|>"], [*b"a<|user|>"], ("a", 9, "<|user|>")),  # written with other tokens
+        (["i<|user|>"], [*b"hi", USER], ("h", 3, "i<|user|>")),
+        (["i<|user|>"], [*b"ho", USER, *b"i", END, USER], ("hoi", 6, None)),
+        (["<|user|>ab"], [*b"h", USER, *b"aab", USER, *b"abc"], ("haab", 8, "<|user|>ab")),
+        (["x<|user|>y"], [*b"xx", USER, *b"yz"], ("x", 4, "x<|user|>y")),
+        (["<|end|><|user|>"], [*b"a", END, END, USER], ("a", 4, "<|end|><|user|>")),
+        (["<|user|>", "i<|user|>"], [*b"hi", USER], ("h", 3, "i<|user|>")),
+        (["ab", "<|user|>"], [*b"a", END, *b"bc"], ("", 3, "ab")),  # other strings are of the text alone
+        (["a<|user|>", "<|user|>b"], [*b"a", END, USER, *b"b"], ("a", 4, "<|user|>b")),
+        (["<|user|>"], [*b"a", 0xE4, 0xB8, USER, 0xAD], ("a\ufffd", 4, "<|user|>")),
+        (["\u4e2d<|user|>"], [*"a\u4e2d".encode(), USER], ("a", 5, "\u4e2d<|user|>")),
+        (["|>"], [*b"a", USER, *b"b"], ("ab", 3, None)),  # no whole control token
+    ],
+)
+def test_a_stop_string_may_have_the_spelling_of_a_control_token(stop, ids, expected):
+    deltas, num_pushed, stop_string = stream(ZOO["bytes"], ids, stop)
+    assert ("".join(deltas), num_pushed, stop_string) == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "ids_after", "expected"),
+    [
+        ("\n</s>", "a\n", ["</s>"], "a"),  # "\n" is a byte token, which is text only after a run
+        ("</s>a", "c\n", ["</s>", "a"], "c\n"),
+        ("</s>\n", "c", ["</s>", "<0x0A>"], "c"),
+        ("\u00e9</s>", "a\u00e9", ["</s>"], "a"),
+    ],
+)
+def test_a_control_token_after_byte_tokens_completes_a_stop_string(stop, text, ids_after, expected):
+    tokenizer = ZOO["byte_fallback"]
+    find = tokenizer._backend.token_to_id
+    pieces = [find(one) if find(one) is not None else None for one in text]
+    ids = [
+        token_id
+        for piece, character in zip(pieces, text, strict=True)
+        for token_id in (
+            [find(f"<0x{byte:02X}>") for byte in character.encode()] if character in "\n\u00e9" else [piece]
+        )
+    ]
+    ids += [find(one) for one in ids_after]
+    deltas, num_pushed, stop_string = stream(tokenizer, ids, [stop])
+    assert ("".join(deltas), num_pushed, stop_string) == (expected, len(ids), stop)
+
+
+def test_below_min_tokens_a_control_token_ends_nothing():
+    detokenizer = IncrementalDetokenizer(ZOO["bytes"], ["<|user|>"])
+    deltas = [detokenizer.push(one, may_stop=at >= 2) for at, one in enumerate([*b"a", USER, *b"b", USER])]
+    assert ("".join(deltas), detokenizer.stop_string) == ("ab", "<|user|>")
+
+
+SPELLED = {USER: "<|user|>", END: "<|end|>", ord("a"): "a", ord("b"): "b", ord("<"): "<"}
+written = st.lists(st.sampled_from(list(SPELLED)), max_size=14)
+some_stop = st.lists(st.sampled_from(list(SPELLED)), min_size=1, max_size=4).map(
+    lambda ids: "".join(map(SPELLED.__getitem__, ids))
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(written, st.lists(some_stop, min_size=1, max_size=3), st.integers(0, 8))
+def test_stop_strings_with_control_tokens_equal_a_search_in_the_written_text(ids, stop, num_least):
+    """The reference searches the text, and for strings with a control token what is written as well."""
+    detokenizer = IncrementalDetokenizer(ZOO["bytes"], stop)
+    out, text, spelled, shown = "", "", "", []
+    for at, token_id in enumerate(ids):
+        out += detokenizer.push(token_id, may_stop=at >= num_least)
+        is_text = token_id not in (USER, END)
+        text += SPELLED[token_id] * is_text
+        spelled += SPELLED[token_id]
+        shown += [is_text] * len(SPELLED[token_id])
+        ended = []
+        for string in stop if at >= num_least else ():
+            if is_text and text.endswith(string):
+                ended.append((len(string), string, len(string)))
+            names_one = "<|user|>" in string or "<|end|>" in string
+            num_new = len(SPELLED[token_id])
+            ends = range(len(spelled) - num_new + 1, len(spelled) + 1)
+            for end in ends if names_one else ():
+                if spelled[:end].endswith(string):
+                    ended.append((len(string), string, sum(shown[end - len(string) : end])))
+                    break
+        if ended:
+            _, longest, size = max(ended)
+            assert (out, detokenizer.stop_string) == (text[: len(text) - size], longest)
+            return
+        assert detokenizer.stop_string is None and text.startswith(out)
+    assert out + detokenizer.flush() == text

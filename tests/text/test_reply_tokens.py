@@ -54,6 +54,13 @@ def test_a_reply_ends_by_length_with_its_last_token(with_text):
     assert reply.text == ("abc" if with_text else "")
 
 
+@pytest.mark.parametrize("with_id", [False, True])
+def test_a_control_token_ends_a_reply_by_its_spelling_as_by_its_id(with_id):
+    reply = reply_of(ending_ids=[258]) if with_id else reply_of(stop=["<|user|>"])
+    reasons = [reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS) for token_id in (ord("a"), 261, 258)]
+    assert (reasons, reply.text) == ([None, None, "stop"], "a")
+
+
 def test_half_a_character_is_shown_only_at_the_end():
     reply = reply_of(3)
     assert accepted(reply, "a\u4e2d") == [None, None, "length"]

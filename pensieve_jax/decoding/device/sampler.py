@@ -41,7 +41,9 @@ class Samples(NamedTuple):
     """The chosen ids; `top_ids` and `top_logprobs` are zeros if the mode does not compute them."""
 
     token_ids: jax.Array  # i32[S]
-    logprobs: jax.Array  # f32[S]: of the chosen ids, without temperature, cuts or bans
+    # f32[S]: of the chosen ids, without temperature, cuts or bans. Not finite if a logit of the row is NaN or
+    # infinity, or if no id is possible: the normalizer and the chosen logit show it at no further cost.
+    logprobs: jax.Array
     top_ids: jax.Array  # i32[S, K]: most likely first, lowest id first on ties
     top_logprobs: jax.Array  # f32[S, K]
 

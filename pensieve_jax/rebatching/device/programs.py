@@ -139,12 +139,22 @@ def shape(
     assert state.valid is not None
     places = jnp.where(index < step.num_new, (step.place + index) % length, length)
     fresh = state.valid & ~fills  # forget the columns of the row's previous query
-    state = state._replace(valid=fresh.at[:, places].set(is_token, mode="drop"))
+    state = state._replace(
+        # Masked columns must hold finite numbers, and the previous query may have ended with others.
+        keys=[_cleared(pool, step.row) for pool in state.keys],
+        values=[_cleared(pool, step.row) for pool in state.values],
+        valid=fresh.at[:, places].set(is_token, mode="drop"),
+    )
     model = statics.structure.merge(leaves)
     attention = RingAttention(state, step.place, step.num_new, step.counts["num_columns"][:batch])
     hidden = model(tokens.reshape(-1), positions.reshape(-1), attention)
     last = jnp.where(fills[:, 0], step.num_new - 1, 0) + jnp.arange(batch) * num_queries
     return attention.state, _scores(statics, model.compute_logits(hidden[last]), step.rows)
+
+
+def _cleared(pool: jax.Array, row: jax.Array) -> jax.Array:
+    """Return a ring pool with zeros in one row."""
+    return lax.dynamic_update_slice(pool, jnp.zeros((1, *pool.shape[1:]), pool.dtype), (row, 0, 0, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("statics", "num_rows", "tile_spec"))

@@ -91,6 +91,7 @@ class ChatCompletion:
                 num_turns=self._body.num_choices,
                 num_tokens=num_characters // 4,
                 max_tokens=self._max_tokens,
+                num_shared=self._body.num_choices,
                 wait=self._wait,
             )
 

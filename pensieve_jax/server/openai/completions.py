@@ -43,6 +43,7 @@ from pensieve_jax.server.turns.run import RunningTurns, run_turns
 from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
 from pensieve_jax.server.turns.stored import stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.text.token_texts import TokenOffsets
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
 _MAX_PROMPTS = 64
@@ -55,12 +56,10 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
-        "echo": (False,),
-        "suffix": ("",),
-        "prompt_embeds": (),
         "add_special_tokens": (True,),
     }
     MISPLACED: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.MISPLACED,
         "messages": "Send them to /v1/chat/completions.",
         "input": "Use prompt.",
         "conversation": "Use /v1/responses, or continue from previous_response_id.",
@@ -170,7 +169,8 @@ class Completion:
         self._turn_ids: list[list[str]] = []
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
-        self._shown: list[int | None] = [None] * (len(self._prompts) * body.num_choices)
+        num_replies = len(self._prompts) * body.num_choices
+        self._offsets = [TokenOffsets(call.services.tokenizer) for _ in range(num_replies)]
 
     def encode(self) -> None:
         """Tokenize the prompts; raise ApiError, InvalidRequestError and TokenizerMissingError."""
@@ -228,6 +228,7 @@ class Completion:
             num_turns=len(self._prompts) * body.num_choices,
             num_tokens=sum(map(len, self._token_ids)),
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+            num_shared=body.num_choices,
             wait=self._wait,
         )
 
@@ -310,23 +311,19 @@ class Completion:
         )
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        """Return logprobs in this API's columns; offsets count characters by the texts of the tokens."""
+        """Return the log-probabilities of a choice's next tokens in this API's columns."""
         if logprobs is None:
             return None
-        texts = self._services.token_texts
-        tokens = [texts.text(one.token_id) for one in logprobs]
-        offsets = []
-        for one, token in zip(logprobs, tokens, strict=True):
-            shown = self._shown[index]
-            offsets.append(shown or 0)
-            self._shown[index] = len(texts.opening(one.token_id)) if shown is None else shown + len(token)
+        texts, offsets = self._services.token_texts, self._offsets[index]
+        keys = [texts.keys(one.token_id, one.top) for one in logprobs]
         return {
-            "tokens": tokens,
+            "tokens": [key[one.token_id] for one, key in zip(logprobs, keys, strict=True)],
             "token_logprobs": [one.logprob for one in logprobs],
             "top_logprobs": [
-                {texts.text(token_id): logprob for token_id, logprob in one.top.items()} for one in logprobs
+                {key[token_id]: logprob for token_id, logprob in one.top.items()}
+                for one, key in zip(logprobs, keys, strict=True)
             ],
-            "text_offset": offsets,
+            "text_offset": [offsets.next(one.token_id, texts.text(one.token_id)) for one in logprobs],
         }
 
 

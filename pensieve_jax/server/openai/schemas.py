@@ -39,15 +39,31 @@ class ChatMessage(Body):
         "tool_calls": ([],),
         "function_call": (),
         "audio": (),
+        "reasoning_content": ("",),
+        "reasoning": ("",),
+        "reasoning_details": ([],),
+        "thinking": ("", []),
+        "prefix": (False,),
+        "partial": (False,),
     }
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"refusal", "annotations", "reasoning_content"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"annotations"})
 
     role: str
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
 
     def as_message(self, at: str) -> Message:
-        """Return the message's role and whole text; raise ApiError if it has no text. `at` is its path."""
+        """Return the message's role and whole text; raise ApiError if it has no text. `at` is its path.
+
+        An assistant's message may have no content, as in OpenAI's schema; a refusal is then its text.
+        """
         content = self.content
+        if self.refusal:
+            if content:
+                raise unsupported(f"{at}.refusal", "a message has a content or a refusal")
+            content = self.refusal
+        if content is None and self.role == "assistant":
+            content = ""
         if isinstance(content, list):
             return {
                 "role": self.role,
@@ -80,20 +96,13 @@ class ChatBody(SamplingFields, kw_only=True):
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "reasoning_effort": ("none",),
         "verbosity": ("medium",),
         "moderation": (),
-        "echo": (False,),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "documents": ([],),
-        "mm_processor_kwargs": ({},),
     }
     IGNORED: ClassVar[frozenset[str]] = SamplingFields.IGNORED | {"parallel_tool_calls"}
     MISPLACED: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.MISPLACED,
         "previous_response_id": _RESPONSES_ONLY,
         "conversation": _RESPONSES_ONLY,
         "instructions": "Send them as a message with the role system, or use /v1/responses.",

@@ -38,6 +38,7 @@ async def run_turns(
     num_turns: int = 1,
     num_tokens: int = 0,
     max_tokens: int | None = None,
+    num_shared: int = 1,
     wait: Callable[[Awaitable[Ticket]], Awaitable[Ticket]] | None = None,
 ) -> RunningTurns:
     """Wait for admission, then start the turns.
@@ -49,6 +50,7 @@ async def run_turns(
       num_turns: number of turns that `start` submits.
       num_tokens: approximate number of prompt tokens, all turns together.
       max_tokens: limit of each reply if the client gave one.
+      num_shared: number of consecutive turns that reply to the same prompt, which counts once.
       wait: wraps the wait for a ticket, such as `HttpRequest.unless_gone`. It is called only if a ticket is
         not free at once, so most requests do not pay for it.
 
@@ -66,7 +68,12 @@ async def run_turns(
         ticket.leave()
         raise
     accepted_s = time.perf_counter()
-    timed = [TimedTurn(turn, services.metrics, TurnTimes(began_s, accepted_s)) for turn in turns]
+    timed = [
+        TimedTurn(
+            turn, services.metrics, TurnTimes(began_s, accepted_s), counts_context=index % num_shared == 0
+        )
+        for index, turn in enumerate(turns)
+    ]
     return RunningTurns(timed, ticket, services.tracing)
 
 
@@ -111,14 +118,17 @@ class TimedTurn:
       times: when the request began, the engine accepted it, its first token came, and it ended.
     """
 
-    def __init__(self, turn: AsyncTurn, metrics: Metrics, times: TurnTimes) -> None:
-        """`turn` must be accepted by the engine."""
+    def __init__(
+        self, turn: AsyncTurn, metrics: Metrics, times: TurnTimes, *, counts_context: bool = True
+    ) -> None:
+        """`turn` must be accepted by the engine; see `Metrics.finished` for `counts_context`."""
         self.times = times
         self._turn = turn
         self._metrics = metrics
         self._deltas = aiter(turn)
         self._latest_s = 0.0
         self._is_counted = False
+        self._counts_context = counts_context
 
     @property
     def turn_id(self) -> str:
@@ -174,7 +184,8 @@ class TimedTurn:
         if not self._is_counted:
             self._is_counted = True
             self.times.ended_s = time.perf_counter()
-            self._metrics.finished(output, self.times.ended_s - self.times.began_s)
+            seconds = self.times.ended_s - self.times.began_s
+            self._metrics.finished(output, seconds, counts_context=self._counts_context)
 
 
 class RunningTurns:

@@ -38,28 +38,110 @@ type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
+    # How tokens are chosen.
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
+    "repeat_penalty": (1,),
     "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "repetition_detection": (),
+    "dry_multiplier": (0,),
     "logit_bias": ({},),
     "min_p": (0,),
+    "typical_p": (1,),
+    "top_a": (0,),
+    "tfs_z": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "smoothing_factor": (0,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "do_sample": (True,),
     "use_beam_search": (False,),
+    "num_beams": (1,),
     "best_of": (1,),
-    "prompt_logprobs": (),
+    "thinking_token_budget": (),
+    # Which tokens and texts are possible.
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "custom_logit_processor": ("",),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
+    "structural_tag": ("",),
     "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "logits_processors": ([],),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json_object": (False,),
+    "guided_decoding_backend": ("",),
+    "guided_whitespace_pattern": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "grammar": ("",),
+    "json_schema": ("", {}),
+    "stop_regex": ("", []),
+    # What is read before the reply.
     "truncate_prompt_tokens": (),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    # What the answer shows.
+    "echo": (False,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "include_reasoning": (True,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": ([],),
+    "n_probs": (0,),
+    "return_tokens_as_token_ids": (False,),
+    "return_hidden_states": (False,),
+    # Which weights, cache and turn in the queue a request gets.
+    "lora": ([],),
+    "lora_path": ("",),
+    "cache_salt": (),
+    "kv_transfer_params": ({},),
+    "priority": (0,),
+    "vllm_xargs": ({},),
 }
-"""Sampling fields of OpenAI and vLLM that no engine has, each with its values without effect.
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp that change an answer, and that no route has.
 
-Every route that samples refuses their other values.
+Each has its values without effect. Every route that samples refuses the others.
+`spaces_between_special_tokens` has no effect where special tokens are not shown.
 """
+
+UNSUPPORTED_TEMPLATE: Final[Mapping[str, tuple[Any, ...]]] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "enable_thinking": (),
+    "thinking": (),
+    "reasoning_effort": ("none",),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+"""Fields that change how a template writes messages; the routes that read messages or prompts refuse them.
+
+The default of `enable_thinking` and `thinking` is the template's, so no value of them is without effect.
+"""
+
+MISSPELLED: Final[Mapping[str, str]] = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_sequences": "stop",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "random_seed": "seed",
+    "sampling_seed": "seed",
+}
+"""Names that other servers give to sampling fields, and the names here."""
 
 
 _NOT_APPLIED: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -100,6 +182,7 @@ _NOT_APPLIED: Final[Mapping[str, tuple[Any, ...]]] = {
 class StreamOptions(Body):
     """Options of a stream of a completion."""
 
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
     IGNORED: ClassVar[frozenset[str]] = frozenset({"include_obfuscation"})
 
     include_usage: bool | None = None
@@ -113,6 +196,7 @@ class SamplingFields(Body):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED_SAMPLING,
+        **UNSUPPORTED_TEMPLATE,
         "service_tier": ("auto", "default"),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset(
@@ -121,9 +205,11 @@ class SamplingFields(Body):
             "metadata",
             "safety_identifier",
             "prompt_cache_key",
+            "prompt_cache_options",
             "prompt_cache_retention",
         }
     )
+    MISPLACED: ClassVar[Mapping[str, str]] = {name: f"Use {ours}." for name, ours in MISSPELLED.items()}
 
     model: str | None = None
     n: Choices | None = None

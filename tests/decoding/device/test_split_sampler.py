@@ -66,6 +66,28 @@ def test_every_mode_chooses_as_one_device_does(mode):
         assert_same(mode, np.round(logits) if seed % 2 else logits, rows)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_a_log_probability_shows_that_logits_are_not_finite(mode, num_devices):
+    """Wherever NaN or infinity is, and only in that row; minus infinity alone excludes an id."""
+    logits = random_logits(NUM_ROWS, vocab_size=VOCAB_SIZE)
+    rows = make_rows(NUM_ROWS, temperature=np.tile([0.0, 1.0], NUM_ROWS // 2), top_k=9, banned=(3, 70))
+    expected = run(num_devices, mode, logits, rows)
+    bad = logits.copy()
+    values = (np.nan, np.inf)
+    for row in range(0, 12, 2):  # the first, a banned and the last id
+        bad[row, (0, 3, VOCAB_SIZE - 1)[row // 2 % 3]] = values[row // 6]
+    bad[12] = np.nan
+    bad[14] = -np.inf
+    bad[16, :60] = -np.inf
+    found = run(num_devices, mode, bad, rows)
+    is_bad = np.isin(np.arange(NUM_ROWS), range(0, 16, 2))
+    np.testing.assert_array_equal(np.isfinite(found.logprobs), ~is_bad)
+    others = np.arange(NUM_ROWS) % 2 == 1
+    np.testing.assert_array_equal(found.token_ids[others], expected.token_ids[others])
+    np.testing.assert_array_equal(found.logprobs[others], expected.logprobs[others])
+
+
 def test_parts_without_a_possible_id_and_more_devices():
     """One part is all minus infinity; four devices; fewer ids per device than requested alternatives."""
     mode = SamplerMode(draws=True, truncates=False, top_logprobs=True)

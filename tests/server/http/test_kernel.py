@@ -132,6 +132,9 @@ def test_a_name_in_many_places_is_listed_once():
     assert found.name == "n" and len(ignored) == MAX_IGNORED
 
 
+NOT_RETRIED = ("step_failed", "history_failed", "logits_not_finite")
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code", "param"),
     [
@@ -145,6 +148,7 @@ def test_a_name_in_many_places_is_listed_once():
         (core.ConversationBusyError("c"), 409, "conversation_locked", None),
         (core.ConversationChangedError("c"), 409, "conversation_locked", None),
         (core.StepFailedError("a step failed"), 500, "step_failed", None),
+        (core.LogitsError(3), 500, "logits_not_finite", None),
         (core.HistoryError("read-only"), 500, "history_failed", None),
         (core.HistoryLockedError("open"), 500, "history_failed", None),
         (core.EngineClosedError("closed"), 503, "overloaded", None),
@@ -163,7 +167,7 @@ def test_every_error_has_one_shape(error, status, code, param):
     assert described["type"] == ("server_error" if status >= 500 else "invalid_request_error")
     assert SECRET not in raw.decode() and "Traceback" not in raw.decode()
     assert headers.get("retry-after") == ("1" if status in (409, 503) else None)
-    assert headers.get("x-should-retry") == ("false" if code in ("step_failed", "history_failed") else None)
+    assert headers.get("x-should-retry") == ("false" if code in NOT_RETRIED else None)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, StepFailedError
+from pensieve_jax.core.errors import EngineDiedError, LogitsError, StepFailedError
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
@@ -161,6 +161,30 @@ def test_a_turn_is_stored_if_the_request_or_the_server_says_so(store, history):
     assert harness.engine.turns[0].spec.node.durable is (history == "durable" if store is None else store)
 
 
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": None}, ""),
+        ({}, ""),
+        ({"content": None, "tool_calls": None, "refusal": None}, ""),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
+        ({"content": "Yes.", "refusal": None, "reasoning_content": ""}, "Yes."),
+    ],
+)
+def test_an_assistants_message_may_have_no_content(message, text):
+    harness = Harness(ROUTES)
+    user = {"role": "user", "content": "a"}
+    status, _ = ask(harness, chat([user, {"role": "assistant", **message}, user]))
+    assert status == 200
+    assert harness.engine.turns[0].spec.messages[1] == {"role": "assistant", "content": text}
+
+
+def test_names_of_speakers_are_listed_as_ignored():
+    message = {"role": "user", "content": "a", "name": "ada"}
+    status, headers, _ = asyncio.run(post(Harness(ROUTES), chat([message])))
+    assert status == 200 and headers["x-ignored-fields"] == "messages[].name"
+
+
 PART = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
@@ -198,6 +222,31 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
             400,
             "unsupported_parameter",
             "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "invalid_value", "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "reasoning_content": "b"}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].reasoning_content",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].refusal",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "prefix": True}]},
+            400,
+            "unsupported_parameter",
+            "messages[0].prefix",
+        ),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            400,
+            "unsupported_parameter",
+            "stream_options.continuous_usage_stats",
         ),
         ({"messages": [{"role": "user", "content": "a" * 4096}]}, 400, "context_length_exceeded", "messages"),
         ({"n": 9}, 400, "invalid_value", "n"),
@@ -302,7 +351,12 @@ def test_a_required_call_is_refused_even_if_tools_are_ignored(fields, param):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(StepFailedError("x"), "step_failed"), (EngineDiedError("x"), "step_failed")]
+    ("error", "code"),
+    [
+        (StepFailedError("x"), "step_failed"),
+        (EngineDiedError("x"), "step_failed"),
+        (LogitsError(1), "logits_not_finite"),
+    ],
 )
 def test_a_failed_turn_is_an_error_in_the_answer_or_the_stream(error, code):
     def script(turn):

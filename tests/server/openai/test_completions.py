@@ -156,6 +156,39 @@ def test_offsets_are_the_positions_of_tokens_in_the_reply(stream):
     assert tokens == [" the", " ", "c", "a", "t"] and offsets == [0, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_alternative_has_a_value_of_its_own(stream):
+    """Parts of characters and ids beyond the vocabulary have no text that could tell them apart."""
+    ids = [*"\u4e2d".encode(), 258, ord("a"), 261]
+    likely = [0xE4, 0xB8, 0xAD, 300, 301, ord("a"), 258, 261]
+
+    def script(turn):
+        for token_id, text in zip(ids, ("", "", "\u4e2d", "", "a", ""), strict=True):
+            turn.feed(text, [token_id])
+        turn.finish("length")
+
+    def feed(turn):
+        script(turn)
+        top = {token_id: -float(rank) for rank, token_id in enumerate(likely, 1)}
+        for delta in turn._deltas:
+            delta.logprobs[0].top.clear()
+            delta.logprobs[0].top.update(top)
+
+    harness = Harness(ROUTES, FakeEngine(feed))
+    _, told = complete(harness, "x", logprobs=8, stream=stream)
+    choices = [choice for chunk in (events(told) if stream else [told]) for choice in chunk["choices"]]
+    columns = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    names, offsets, tops = (
+        [one for column in columns for one in column[name]]
+        for name in ("tokens", "text_offset", "top_logprobs")
+    )
+    assert names == [r"bytes:\xe4", r"bytes:\xb8", r"bytes:\xad", "<|user|>", "a", "<|end|>"]
+    assert offsets == [0, 0, 0, 1, 1, 2]
+    values = [-float(rank) for rank in range(1, 9)]
+    assert [list(top.values()) for top in tops] == [values] * 6
+    assert list(tops[0]) == [*names[:3], "token_id:300", "token_id:301", "a", "<|user|>", "<|end|>"]
+
+
 def test_a_scripted_turn_may_return_any_result():
     harness = Harness(ROUTES, FakeEngine(say("")))
     _, body = complete(harness, "a")

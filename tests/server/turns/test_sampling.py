@@ -19,9 +19,16 @@ from pensieve_jax.core.sampling_params import (
 from pensieve_jax.server.http.bodies import Body, decode_body
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.completions import CompletionBody
-from pensieve_jax.server.openai.responses.schemas import CreateResponse
-from pensieve_jax.server.openai.schemas import ChatBody
-from pensieve_jax.server.turns.sampling import UNSUPPORTED_SAMPLING, model_defaults, sampling_params
+from pensieve_jax.server.openai.responses.schemas import CreateResponse, TextConfig
+from pensieve_jax.server.openai.schemas import ChatBody, ChatMessage
+from pensieve_jax.server.turns.sampling import (
+    MISSPELLED,
+    UNSUPPORTED_SAMPLING,
+    UNSUPPORTED_TEMPLATE,
+    StreamOptions,
+    model_defaults,
+    sampling_params,
+)
 from tests.launching import ROOT
 
 
@@ -131,11 +138,14 @@ REQUESTS: dict[type[Body], dict[str, Any]] = {
 
 def values_of(name: str) -> list[Any]:
     """JSON values that ask for an effect of a field; a route that has the field accepts some of them."""
-    taken = UNSUPPORTED_SAMPLING.get(name, ())
+    taken = UNSUPPORTED.get(name, ())
     return [value for value in (2, 0.5, True, "x", ["x"], [7], {"x": 1}) if value not in taken]
 
 
-@pytest.mark.parametrize("name", sorted({*sampling_table(), *UNSUPPORTED_SAMPLING}))
+UNSUPPORTED = UNSUPPORTED_SAMPLING | UNSUPPORTED_TEMPLATE
+
+
+@pytest.mark.parametrize("name", sorted({*sampling_table(), *UNSUPPORTED}))
 def test_no_route_ignores_a_sampling_field_that_another_takes_or_refuses(name: str) -> None:
     refusals = set()
     for body, request in REQUESTS.items():
@@ -147,10 +157,65 @@ def test_no_route_ignores_a_sampling_field_that_another_takes_or_refuses(name: s
                 refusals.add((body, error.code, error.message))
             else:
                 assert ignored == ()
-    if name in UNSUPPORTED_SAMPLING:
+    if name in UNSUPPORTED:
         assert {body for body, _, _ in refusals} == REQUESTS.keys()
         assert {code for _, code, _ in refusals} == {"unsupported_parameter"}
         assert len({message for _, _, message in refusals}) == 1, "each route refuses with the same words"
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_every_route_takes_the_values_that_ask_for_the_default(name: str) -> None:
+    for body, request in REQUESTS.items():
+        for value in (None, *UNSUPPORTED[name]):
+            _, ignored = decode_body(json.dumps(request | {name: value}).encode(), body)
+            assert ignored == ()
+
+
+# Values of vLLM's and OpenAI's clients that once had no effect, and only a header said so.
+ASKED: dict[str, Any] = {
+    "regex": "a+",
+    "ebnf": "root ::= x",
+    "allowed_token_ids": [1],
+    "bad_words": ["x"],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "return_tokens_as_token_ids": True,
+    "thinking_token_budget": 10,
+    "priority": 1,
+    "cache_salt": "s",
+    "vllm_xargs": {"a": 1},
+    "enable_thinking": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "structural_tag": "{}",
+    "guided_decoding_backend": "outlines",
+    "guided_whitespace_pattern": " ",
+    "echo": True,
+    "suffix": "x",
+    "best_of": 2,
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_setting_whose_absence_would_change_the_answer_is_refused(name: str) -> None:
+    for body, request in REQUESTS.items():
+        with pytest.raises(ApiError) as caught:
+            decode_body(json.dumps(request | {name: ASKED[name]}).encode(), body)
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize("name", MISSPELLED)
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+def test_a_name_of_another_server_is_refused_with_the_name_here(body: type[Body], name: str) -> None:
+    with pytest.raises(ApiError, match=f"Use {MISSPELLED[name]}") as caught:
+        decode_body(json.dumps(REQUESTS[body] | {name: [2]}).encode(), body)
+    assert caught.value.param == name
+
+
+def test_the_page_names_every_refused_field() -> None:
+    page = (ROOT / "docs" / "api_reference.md").read_text(encoding="utf-8")
+    bodies = (ChatBody, CompletionBody, CreateResponse, ChatMessage, StreamOptions, TextConfig)
+    names = {name for body in bodies for name in body.UNSUPPORTED} | MISSPELLED.keys()
+    assert [name for name in sorted(names) if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 
 def test_the_page_names_every_sampling_field() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseRecord
 from pensieve_jax.server.context.resolver import Memory
 from pensieve_jax.server.http.app import Route
-from pensieve_jax.server.http.errors import invalid_value, renamed_fields
+from pensieve_jax.server.http.errors import ApiError, invalid_value, renamed_fields
 from pensieve_jax.server.http.pagination import page_of_items
 from pensieve_jax.server.http.replies import HttpResponse, json_reply
 from pensieve_jax.server.http.request import HttpRequest
@@ -56,6 +56,7 @@ class Responses:
         return [
             Route("POST", "/v1/responses", self._creation.create),
             Route("POST", "/v1/responses/input_tokens", self.count_tokens),
+            Route("POST", "/v1/responses/compact", compact, has_body=False),
             Route("GET", one, self.retrieve),
             Route("DELETE", one, self.delete),
             Route("GET", f"{one}/input_items", self.input_items),
@@ -123,6 +124,11 @@ class Responses:
         with renamed_fields(ENGINE_FIELDS):
             resolved = await services.run_cpu(owner, context.estimate, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})
+
+
+async def compact(call: HttpRequest) -> HttpResponse:
+    """Refuse a route of OpenAI's that the path of a response would match, but for its method."""
+    raise ApiError(404, "unknown_url", "The route POST /v1/responses/compact does not exist.")
 
 
 def _starting_after(given: str | None) -> int:

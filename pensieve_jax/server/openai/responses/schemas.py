@@ -17,7 +17,7 @@ from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.turns.items import Item, stored_item
-from pensieve_jax.server.turns.sampling import UNSUPPORTED_SAMPLING, Seed
+from pensieve_jax.server.turns.sampling import MISSPELLED, UNSUPPORTED_SAMPLING, UNSUPPORTED_TEMPLATE, Seed
 from pensieve_jax.server.turns.stored import default_echo
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -32,6 +32,16 @@ _INCLUDES: Final = (
 MAX_ITEMS_OF_A_POST: Final = 20
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 _PARTS_WITHOUT_TEXT: Final = ("input_image", "input_file", "input_audio", "computer_screenshot")
+
+
+_SUMMARIES: Final = (None, "auto", "concise", "detailed")
+_NO_REASONING: Final[tuple[dict[str, str | None], ...]] = tuple(
+    effort | summary | older
+    for effort in ({}, {"effort": None}, {"effort": "none"})
+    for summary in ({}, *({"summary": value} for value in _SUMMARIES))
+    for older in ({}, *({"generate_summary": value} for value in _SUMMARIES))
+)
+"""Values of `reasoning` without effect: replies have no reasoning apart from their text to sum up."""
 
 
 class ResponseStreamOptions(Body, kw_only=True):
@@ -58,10 +68,11 @@ class ContextFields(Body, kw_only=True):
     """The request fields that determine the context of a response; counting tokens needs no others."""
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
+        **UNSUPPORTED_TEMPLATE,
         "tools": ([],),
         "tool_choice": ("auto", "none"),
         "truncation": ("disabled",),
-        "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+        "reasoning": _NO_REASONING,
         "prompt": (),
         "personality": (),
         "context_management": ([],),
@@ -97,10 +108,15 @@ class CreateResponse(ContextFields, kw_only=True):
         "image": (),
         "access_programs": (),
         "background_options": (),
+        "add_special_tokens": (False,),
+        "enable_response_messages": (False,),
+        "previous_input_messages": ([],),
     }
     IGNORED = frozenset({"prompt_cache_options", "prompt_cache_retention"})
     MISPLACED = {  # noqa: RUF012 - a ClassVar of the base class
         **ContextFields.MISPLACED,
+        **{name: "Use max_output_tokens." for name, ours in MISSPELLED.items() if ours == "max_tokens"},
+        **{name: "Use seed." for name, ours in MISSPELLED.items() if ours == "seed"},
         "max_tokens": "Use max_output_tokens.",
         "max_completion_tokens": "Use max_output_tokens.",
         "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',
@@ -230,7 +246,7 @@ class ResponseContentPart(Body, kw_only=True):
 class MessageItem(Body, kw_only=True):
     """A message item, with a text or with parts."""
 
-    IGNORED = frozenset({"id", "status", "phase", "object", "created_at", "name"})
+    IGNORED = frozenset({"id", "status", "phase", "object", "created_at"})
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]

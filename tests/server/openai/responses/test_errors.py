@@ -47,6 +47,8 @@ UNSUPPORTED = {
     "service_tier": "flex",
     "moderation": {"model": "m"},
     "background_options": {},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "skip_special_tokens": False,
     "n": 2,
     "stop": ["x"],
 }
@@ -160,6 +162,36 @@ def test_fields_that_ask_for_nothing_are_accepted(post):
     status, body, headers = post("/responses", {"input": "hi", **harmless})
     assert status == 200 and "x-ignored-fields" not in headers
     assert body["user"] == "me" and body["parallel_tool_calls"] is False
+
+
+@pytest.mark.parametrize(
+    "reasoning",
+    [
+        {"summary": "auto"},
+        {"summary": "detailed", "effort": None},
+        {"effort": "none", "summary": "concise", "generate_summary": None},
+        {"generate_summary": "auto"},
+    ],
+)
+def test_a_summary_of_no_reasoning_is_accepted(post, reasoning):
+    status, _, headers = post("/responses", {"input": "hi", "reasoning": reasoning})
+    assert status == 200 and "x-ignored-fields" not in headers
+    for bad in ({"effort": "low"}, {"summary": "some"}, {"mode": "x"}):
+        status, body, _ = post("/responses", {"input": "hi", "reasoning": reasoning | bad})
+        assert (status, body["error"]["param"]) == (400, "reasoning")
+
+
+def test_compaction_does_not_exist(post):
+    status, body, _ = post("/responses/compact", {"input": "hi", "model": "m"})
+    assert (status, body["error"]["code"]) == (404, "unknown_url")
+    status, body, _ = post("/responses/compact", None, "GET")
+    assert (status, body["error"]["code"]) == (404, "not_found")
+
+
+def test_a_name_in_an_item_is_listed(post):
+    sent = {"input": [{"role": "user", "content": "hi", "name": "ada"}]}
+    status, _, headers = post("/responses", sent)
+    assert status == 200 and headers["x-ignored-fields"] == "input[].name"
 
 
 MISSING = [
