@@ -34,9 +34,10 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
+from pensieve_jax.server.turns.items import item_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
-from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 
 
@@ -180,7 +181,10 @@ class ChatCompletion:
         node = context.node
         if not node.durable:
             return None
-        return stored_draft(self._services, self._owner, node.turn_id, context.messages, params)
+        services = self._services
+        echo = completion_echo(services.model_name, params)
+        items = map(item_of, context.messages)
+        return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -39,9 +39,10 @@ from pensieve_jax.server.turns.checks import (
     previous_response,
     unknown_previous,
 )
+from pensieve_jax.server.turns.items import stored_item
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
 from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
-from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
@@ -298,9 +299,10 @@ class Completion:
         """Return the tree node of a choice, with the record to store with it."""
         draft = None
         if self._body.store:
-            prompt = self._prompts[index]
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-            draft = stored_draft(self._services, self._owner, turn_id, said, params)
+            services, prompt = self._services, self._prompts[index]
+            items = [stored_item("user", [prompt])] if isinstance(prompt, str) else []
+            echo = completion_echo(services.model_name, params)
+            draft = stored_draft(self._owner, turn_id, echo, items, services.now_s())
         return TurnNode(
             turn_id=turn_id,
             parent_id=self._parent_id,

@@ -57,7 +57,7 @@ from pensieve_jax.server.http.errors import (
 )
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
-from pensieve_jax.server.openai.responses.events import failure_object
+from pensieve_jax.server.openai.responses.events import failure_object, reply_texts
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import head_of, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
@@ -156,7 +156,8 @@ class BackgroundResponses:
             spec, draft = decode_job(record.job)
         except msgspec.DecodeError:
             spec, draft = None, draft_of(record)
-        run = ResponseRun(draft.owner, draft.body_sha256, background=True)
+        new_pieces = reply_texts(self._services).new_pieces
+        run = ResponseRun(draft.owner, draft.body_sha256, new_pieces, background=True)
         run.begin(head_of(record))
         if spec is None:
             sentence = "An earlier release queued this response, and this release cannot run it."

@@ -23,7 +23,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading
 from pensieve_jax.server.openai.responses.conversations import check_unlocked
-from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream, run_events
+from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream, reply_texts
 from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import stored_response
@@ -130,7 +130,7 @@ class ResponseCreation:
             if run is None or run.has_ended:
                 on_undelivered = self._undelivered_callback(request, request.body_sha256, earlier.response_id)
                 if request.body.stream:
-                    return self._stream(await self._streams.kept(earlier), on_undelivered)
+                    return self._stream(await self._streams.stored(earlier), on_undelivered)
                 return json_reply(stored_response(earlier), undelivered=on_undelivered)
             earlier = run
         return await self._follow(request, earlier)
@@ -207,7 +207,8 @@ class ResponseCreation:
 
     def _run(self, plan: ResponsePlan, unlock: Callable[[], None]) -> ResponseRun:
         """Start a response as a task, which its clients then follow."""
-        run = ResponseRun(plan.owner, plan.body_sha256, background=bool(plan.body.background))
+        new_pieces = reply_texts(self._services).new_pieces
+        run = ResponseRun(plan.owner, plan.body_sha256, new_pieces, background=bool(plan.body.background))
         if plan.key is not None:
             self._idempotency.start(plan.owner, plan.key, run)
         run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
@@ -261,7 +262,7 @@ class ResponseCreation:
             self._undelivered_callback(request, run.body_sha256, head.response_id) if run.background else None
         )
         if request.body.stream:
-            return self._stream(run_events(run, head, self._streams.texts), on_undelivered)
+            return self._stream(self._streams.run(run, head), on_undelivered)
         if run.background:
             return json_reply(run.response or head.object("queued"), undelivered=on_undelivered)
         return json_reply(await call.unless_gone(run.result()))

@@ -1,7 +1,7 @@
 """The events of a streamed response, and the streams made of them.
 
-Owns: the event types, their order, numbers and fields, and the end of a stream. Events are made from three
-sources: the deltas of a turn, the tokens of a response that runs as a task, and the ids of a stored response.
+Owns: the event types, their order, numbers and fields, and the end of a stream. All streams are made here,
+from the pieces of a reply: of a running turn, of a response that runs as a task, or of a stored response.
 Does not know: where a response comes from, or HTTP beyond the encoding of an event.
 Called by `ResponseCreation`, `Responses` and `ForegroundResponse`.
 
@@ -13,7 +13,7 @@ without a gap.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +23,7 @@ from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.pieces import Piece, ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
@@ -30,11 +31,10 @@ from pensieve_jax.server.openai.responses.response import (
     logprob_objects,
     stored_response,
 )
-from pensieve_jax.server.openai.responses.run import ResponseRun, Token
+from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
 from pensieve_jax.text import Tokenizer
-from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
 REPLAYED_OTHERWISE = ApiError(
@@ -42,8 +42,8 @@ REPLAYED_OTHERWISE = ApiError(
     "replayed_otherwise",
     "The engine restarted and sampled a different reply; retrieve the response again.",
 )
-_TURN_TOKENS: Final = 64
-"""Stored tokens after which a stream yields to other requests: detokenizing them takes some milliseconds."""
+_TURN_PIECES: Final = 64
+"""Pieces after which a stream yields to other requests: making 64 takes some milliseconds."""
 NOT_RUNNING = overloaded("The response is queued and has not started; stream it again later.", 1)
 
 
@@ -131,6 +131,31 @@ def failure_object(error: ApiError) -> dict[str, Any]:
     return {"code": code, "message": error.message}
 
 
+class ReplyTexts(NamedTuple):
+    """The conversion of token ids to the text of a reply.
+
+    Attributes:
+      tokenizer: the model's tokenizer.
+      ending_ids: end-of-sequence ids, which are not part of the text.
+      names: texts of tokens for log-probabilities.
+    """
+
+    tokenizer: Tokenizer
+    ending_ids: Sequence[int]
+    names: TokenTexts
+
+    def new_pieces(self) -> ReplyPieces:
+        """Return the pieces of a reply that begins."""
+        return ReplyPieces(self.tokenizer, self.ending_ids)
+
+
+def reply_texts(services: Services) -> ReplyTexts:
+    """Return the conversion of the served model's tokens."""
+    tokenizer = services.tokenizer
+    assert tokenizer is not None, "the routes reject a model without a tokenizer"
+    return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
+
+
 async def turn_events(
     head: ResponseHead,
     turn: TimedTurn,
@@ -150,15 +175,9 @@ async def turn_events(
           the turn may be committed nevertheless, before the engine died.
     """
     events = ResponseEvents(head)
-    for data in events.begin(background=False):
-        yield data
     try:
-        waiting: list[TokenLogprob] = []  # for tokens without text so far
-        async for delta in turn:
-            waiting += delta.logprobs or ()
-            if delta.text:
-                yield events.delta(delta.text, logprob_objects(texts, waiting))
-                waiting.clear()
+        async for data in _reply_events(events, _turn_pieces(turn), texts, background=False):
+            yield data
         assert turn.output is not None
         response = finish(turn.output)
     except (ApiError, PensieveError) as error:
@@ -171,26 +190,12 @@ async def turn_events(
     yield DONE
 
 
-class ReplyTexts(NamedTuple):
-    """The conversion of token ids to the text of a reply.
-
-    Attributes:
-      tokenizer: the model's tokenizer.
-      ending_ids: end-of-sequence ids, which are not part of the text.
-      names: texts of tokens for log-probabilities.
-    """
-
-    tokenizer: Tokenizer
-    ending_ids: Sequence[int]
-    names: TokenTexts
-
-
 async def run_events(
-    run: ResponseRun, head: ResponseHead, texts: ReplyTexts, starting_after: int = -1
+    run: ResponseRun, head: ResponseHead, texts: TokenTexts, starting_after: int = -1
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a response that runs as a task, from the one after `starting_after` on."""
     events = ResponseEvents(head, starting_after)
-    async for data in _token_events(events, run.tokens(), texts, background=run.background):
+    async for data in _reply_events(events, run.pieces(), texts, background=run.background):
         yield data
     for data in _last_events(events, run.response, run.error):
         yield data
@@ -200,14 +205,15 @@ async def run_events(
 async def stored_events(
     head: ResponseHead,
     response: Mapping[str, Any],
-    token_ids: Iterable[int],
+    token_ids: Sequence[int],
     texts: ReplyTexts,
     starting_after: int = -1,
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a response that has ended, as a live stream would have had them."""
     events = ResponseEvents(head, starting_after)
     background = bool(head.echo.get("background"))
-    async for data in _token_events(events, _each(token_ids), texts, background=background):
+    pieces = _stored_pieces(texts.new_pieces(), token_ids)
+    async for data in _reply_events(events, pieces, texts.names, background=background):
         yield data
     for data in _last_events(events, response, None):
         yield data
@@ -221,14 +227,6 @@ class ResponseStreams:
         """Use the settings, the tokenizer and the history of `services`."""
         self._services = services
 
-    @property
-    def texts(self) -> ReplyTexts:
-        """The conversion of the model's tokens to text."""
-        tokenizer = self._services.tokenizer
-        assert tokenizer is not None, "the routes reject a model without a tokenizer"
-        services = self._services
-        return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
-
     def reply(
         self, events: AsyncGenerator[bytes], on_end: Callable[[], Awaitable[None]] | None = None
     ) -> HttpResponse:
@@ -241,7 +239,11 @@ class ResponseStreams:
             on_end=on_end,
         )
 
-    async def kept(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
+    def run(self, run: ResponseRun, head: ResponseHead, starting_after: int = -1) -> AsyncGenerator[bytes]:
+        """Return the events of a response that runs as a task; see `run_events`."""
+        return run_events(run, head, self._services.token_texts, starting_after)
+
+    async def stored(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
         """Return the events of a stored response, from the one after `starting_after` on."""
         token_ids: tuple[int, ...] = ()
         if record.turn_id is not None:
@@ -249,7 +251,8 @@ class ResponseStreams:
                 record.owner, self._services.history.turn, record.owner, record.turn_id
             )
             token_ids = turn.output_token_ids
-        return stored_events(head_of(record), stored_response(record), token_ids, self.texts, starting_after)
+        texts = reply_texts(self._services)
+        return stored_events(head_of(record), stored_response(record), token_ids, texts, starting_after)
 
 
 class StartedStream:
@@ -267,32 +270,38 @@ class StartedStream:
                 self.has_begun = True
 
 
-async def _token_events(
-    events: ResponseEvents, tokens: AsyncIterator[Token], texts: ReplyTexts, *, background: bool
+async def _reply_events(
+    events: ResponseEvents, pieces: AsyncIterator[Piece], texts: TokenTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the first events, and then one event for each token that adds text."""
+    """Yield the first events, and then one event for each piece."""
     for data in events.begin(background=background):
         if data:
             yield data
-    detokenizer = IncrementalDetokenizer(texts.tokenizer)
-    waiting: list[TokenLogprob] = []  # for tokens without text so far
-    num_tokens = 0
-    async for token_id, logprob in tokens:
-        num_tokens += 1
-        if num_tokens % _TURN_TOKENS == 0:  # skipped events do no writes that would yield
+    num_pieces = 0
+    async for text, logprobs in pieces:
+        num_pieces += 1
+        if num_pieces % _TURN_PIECES == 0:  # skipped events do no writes that would yield
             await asyncio.sleep(0)
-        text = "" if token_id in texts.ending_ids else detokenizer.push(token_id)
-        if logprob is not None:
-            waiting.append(logprob)
-        data = events.delta(text, logprob_objects(texts.names, waiting)) if text else b""
-        if text:
-            waiting.clear()
+        data = events.delta(text, logprob_objects(texts, logprobs))
         if data:
             yield data
-    rest = detokenizer.flush()
-    data = events.delta(rest, logprob_objects(texts.names, waiting)) if rest else b""
-    if data:
-        yield data
+
+
+async def _turn_pieces(turn: TimedTurn) -> AsyncIterator[Piece]:
+    """Make one piece of each delta that has text."""
+    waiting: list[TokenLogprob] = []  # for tokens without text so far
+    async for delta in turn:
+        waiting += delta.logprobs or ()
+        if delta.text:
+            yield Piece(delta.text, tuple(waiting))
+            waiting.clear()
+
+
+async def _stored_pieces(pieces: ReplyPieces, token_ids: Sequence[int]) -> AsyncIterator[Piece]:
+    for piece in pieces.split(token_ids):
+        yield piece
+    for piece in pieces.rest():
+        yield piece
 
 
 def _last_events(
@@ -314,8 +323,3 @@ def _last_events(
     else:
         last = events.end(response)
     return [data for data in last if data]
-
-
-async def _each(token_ids: Iterable[int]) -> AsyncIterator[Token]:
-    for token_id in token_ids:
-        yield token_id, None

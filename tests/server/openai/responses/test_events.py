@@ -23,7 +23,7 @@ RESPONSE = HEAD.object(
 
 
 def running():
-    run = ResponseRun("", "", background=False)
+    run = ResponseRun("", "", TEXTS.new_pieces, background=False)
     run.take(REPLY)
     run.end(RESPONSE)
     return run
@@ -32,7 +32,7 @@ def running():
 def streams(starting_after):
     return [
         stored_events(HEAD, RESPONSE, REPLY, TEXTS, starting_after),
-        run_events(running(), HEAD, TEXTS, starting_after),
+        run_events(running(), HEAD, TEXTS.names, starting_after),
     ]
 
 
