@@ -43,7 +43,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseDraft,
     ResponseRecord,
 )
-from pensieve_jax.server.async_engine import UNANSWERED, AsyncTurn
+from pensieve_jax.server.async_engine import UNANSWERED, AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.admission import MAX_RETRY_AFTER_S
 from pensieve_jax.server.http.errors import (
@@ -57,7 +57,8 @@ from pensieve_jax.server.http.errors import (
 )
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
-from pensieve_jax.server.openai.responses.events import failure_object, reply_texts
+from pensieve_jax.server.openai.responses.events import failure_object
+from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import head_of, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
@@ -156,7 +157,7 @@ class BackgroundResponses:
             spec, draft = decode_job(record.job)
         except msgspec.DecodeError:
             spec, draft = None, draft_of(record)
-        new_pieces = reply_texts(self._services).new_pieces
+        new_pieces = partial(ReplyPieces, self._services.tokenizer)
         run = ResponseRun(draft.owner, draft.body_sha256, new_pieces, background=True)
         run.begin(head_of(record))
         if spec is None:
@@ -478,7 +479,7 @@ class BackgroundRunner:
         """
         history, owner, response_id = self._services.history, draft.owner, draft.response_id
 
-        def kept() -> tuple[ResponseRecord, Sequence[int]]:
+        def kept() -> tuple[ResponseRecord, tuple[int, ...]]:
             record: ResponseRecord = history.response(owner, response_id)
             turn_id = record.turn_id
             return record, () if turn_id is None else history.turn(owner, turn_id).output_token_ids
@@ -491,7 +492,7 @@ class BackgroundRunner:
         if record.status == "queued":
             return False
         run.begin_again()
-        run.take(token_ids)
+        run.take(AsyncDelta(record.output_text or "", token_ids))
         run.end(stored_response(record))
         return True
 
@@ -517,7 +518,7 @@ class BackgroundRunner:
             )
             (turn,) = running.turns
             async for delta in turn:
-                run.take(delta.token_ids)
+                run.take(AsyncDelta(delta.text, delta.token_ids))
             assert turn.output is not None
             return turn.output
         finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
@@ -23,8 +24,9 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading
 from pensieve_jax.server.openai.responses.conversations import check_unlocked
-from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream, reply_texts
+from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream
 from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
+from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore, idempotency_key, is_retry
@@ -207,7 +209,7 @@ class ResponseCreation:
 
     def _run(self, plan: ResponsePlan, unlock: Callable[[], None]) -> ResponseRun:
         """Start a response as a task, which its clients then follow."""
-        new_pieces = reply_texts(self._services).new_pieces
+        new_pieces = partial(ReplyPieces, self._services.tokenizer)
         run = ResponseRun(plan.owner, plan.body_sha256, new_pieces, background=bool(plan.body.background))
         if plan.key is not None:
             self._idempotency.start(plan.owner, plan.key, run)
@@ -242,7 +244,7 @@ class ResponseCreation:
             await response.start()
             run.begin(response.head)
             async for delta in response.turn:
-                run.take(delta.token_ids, delta.logprobs)
+                run.take(delta)
             assert response.turn.output is not None
             run.end(response.finish(response.turn.output))
         finally:

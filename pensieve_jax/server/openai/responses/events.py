@@ -13,13 +13,14 @@ without a gap.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.history.server_tables.changes import ResponseRecord
+from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
@@ -34,7 +35,6 @@ from pensieve_jax.server.openai.responses.response import (
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
-from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
 REPLAYED_OTHERWISE = ApiError(
@@ -131,31 +131,6 @@ def failure_object(error: ApiError) -> dict[str, Any]:
     return {"code": code, "message": error.message}
 
 
-class ReplyTexts(NamedTuple):
-    """The conversion of token ids to the text of a reply.
-
-    Attributes:
-      tokenizer: the model's tokenizer.
-      ending_ids: end-of-sequence ids, which are not part of the text.
-      names: texts of tokens for log-probabilities.
-    """
-
-    tokenizer: Tokenizer
-    ending_ids: Sequence[int]
-    names: TokenTexts
-
-    def new_pieces(self) -> ReplyPieces:
-        """Return the pieces of a reply that begins."""
-        return ReplyPieces(self.tokenizer, self.ending_ids)
-
-
-def reply_texts(services: Services) -> ReplyTexts:
-    """Return the conversion of the served model's tokens."""
-    tokenizer = services.tokenizer
-    assert tokenizer is not None, "the routes reject a model without a tokenizer"
-    return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
-
-
 async def turn_events(
     head: ResponseHead,
     turn: TimedTurn,
@@ -205,15 +180,24 @@ async def run_events(
 async def stored_events(
     head: ResponseHead,
     response: Mapping[str, Any],
-    token_ids: Sequence[int],
-    texts: ReplyTexts,
+    reply: AsyncDelta,
+    pieces: ReplyPieces,
+    texts: TokenTexts,
     starting_after: int = -1,
 ) -> AsyncGenerator[bytes]:
-    """Yield the events of a response that has ended, as a live stream would have had them."""
+    """Yield the events of a response that has ended, as a live stream would have had them.
+
+    Args:
+        head: the head of the response.
+        response: the response object.
+        reply: the whole reply.
+        pieces: divides it.
+        texts: texts of tokens for log-probabilities.
+        starting_after: number of the last event to leave out.
+    """
     events = ResponseEvents(head, starting_after)
     background = bool(head.echo.get("background"))
-    pieces = _stored_pieces(texts.new_pieces(), token_ids)
-    async for data in _reply_events(events, pieces, texts.names, background=background):
+    async for data in _reply_events(events, _each(pieces.split(reply)), texts, background=background):
         yield data
     for data in _last_events(events, response, None):
         yield data
@@ -245,14 +229,13 @@ class ResponseStreams:
 
     async def stored(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
         """Return the events of a stored response, from the one after `starting_after` on."""
-        token_ids: tuple[int, ...] = ()
+        services, reply = self._services, AsyncDelta("", ())
         if record.turn_id is not None:
-            turn = await self._services.read(
-                record.owner, self._services.history.turn, record.owner, record.turn_id
-            )
-            token_ids = turn.output_token_ids
-        texts = reply_texts(self._services)
-        return stored_events(head_of(record), stored_response(record), token_ids, texts, starting_after)
+            turn = await services.read(record.owner, services.history.turn, record.owner, record.turn_id)
+            reply = AsyncDelta(record.output_text or "", turn.output_token_ids)
+        pieces = ReplyPieces(services.tokenizer)
+        response = stored_response(record)
+        return stored_events(head_of(record), response, reply, pieces, services.token_texts, starting_after)
 
 
 class StartedStream:
@@ -297,10 +280,8 @@ async def _turn_pieces(turn: TimedTurn) -> AsyncIterator[Piece]:
             waiting.clear()
 
 
-async def _stored_pieces(pieces: ReplyPieces, token_ids: Sequence[int]) -> AsyncIterator[Piece]:
-    for piece in pieces.split(token_ids):
-        yield piece
-    for piece in pieces.rest():
+async def _each(pieces: Iterable[Piece]) -> AsyncIterator[Piece]:
+    for piece in pieces:
         yield piece
 
 

@@ -10,10 +10,10 @@ from them, so a client that reconnects gets the same numbers, even after the end
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.responses.pieces import Piece, ReplyPieces
 from pensieve_jax.server.openai.responses.response import ResponseHead
@@ -68,15 +68,14 @@ class ResponseRun:
         self._splitter = self._new_pieces()
         self._pieces = []
 
-    def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None = None) -> None:
-        """Append tokens of the reply, with one log-probability for each token if there are any."""
+    def take(self, delta: AsyncDelta) -> None:
+        """Append a part of the reply."""
         self.is_started = True
-        self._pieces += self._splitter.split(token_ids, logprobs)
+        self._pieces += self._splitter.split(delta)
         self._wake()
 
     def end(self, response: dict[str, Any]) -> None:
         """End the run with this response object."""
-        self._pieces += self._splitter.rest()
         self.response = response
         self._wake()
 

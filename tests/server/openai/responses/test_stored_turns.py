@@ -1,0 +1,75 @@
+"""Turns of every API as stored responses: what they hold, and their events, whoever created them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server.fakes import sampled
+from tests.server.live import LiveServer
+
+EOS, END = 257, 261
+REPLY = (*"I see. Your name is \u00e9\U0001f600 Ada".encode(), 0xC3, EOS)
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"prompt": "<|user|>hi<|end|><|assistant|>"}
+ROUTES = {"chat/completions": MESSAGES, "completions": PROMPT}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stored") / "history.sqlite"
+    with LiveServer(path, sampled(REPLY)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx2.Client(base_url=server.url, timeout=20.0) as client:
+        yield client
+
+
+def events_of(answer: httpx2.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+
+
+def as_response(made: dict[str, Any]) -> str:
+    return f"/responses/resp_{made['id'].split('-')[-1].removeprefix('resp_')}"
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "eos": {},
+    "length": {"max_tokens": 9},
+    "length within a character": {"max_tokens": 22},
+    "stop string": {"stop": "name"},
+    "stop string at the start": {"stop": "I"},
+    "stop id": {"stop_token_ids": [*b"n"]},
+    "stop id within a character": {"stop_token_ids": [0xA9]},
+    "hidden stop id": {"stop_token_ids": [EOS], "ignore_eos": True},
+    "no end of sequence": {"ignore_eos": True},
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_replayed_events_show_the_stored_reply(http, route, end):
+    made = http.post(
+        route, json={"store": True, "max_tokens": len(REPLY), **ROUTES[route], **ENDS[end]}
+    ).json()
+    (choice,) = made["choices"]
+    shown = choice["text"] if "text" in choice else choice["message"]["content"]
+    stored = http.get(as_response(made)).json()
+    events = events_of(http.get(f"{as_response(made)}?stream=true"))
+    assert text_of(events) == shown == stored["output"][0]["content"][0]["text"]
+    assert events[-1] == {
+        "type": f"response.{stored['status']}",
+        "sequence_number": len(events) - 1,
+        "response": stored,
+    }
