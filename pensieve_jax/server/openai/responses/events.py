@@ -13,18 +13,19 @@ without a gap.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.outputs import Output
 from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.openai.responses.pieces import Piece, ReplyPieces
+from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, Piece, ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
@@ -42,8 +43,6 @@ REPLAYED_OTHERWISE = ApiError(
     "replayed_otherwise",
     "The engine restarted and sampled a different reply; retrieve the response again.",
 )
-_TURN_PIECES: Final = 64
-"""Pieces after which a stream yields to other requests: making 64 takes some milliseconds."""
 NOT_RUNNING = overloaded("The response is queued and has not started; stream it again later.", 1)
 
 
@@ -134,6 +133,7 @@ def failure_object(error: ApiError) -> dict[str, Any]:
 async def turn_events(
     head: ResponseHead,
     turn: TimedTurn,
+    pieces: ReplyPieces,
     texts: TokenTexts,
     *,
     finish: Callable[[Output], Mapping[str, Any]],
@@ -144,6 +144,7 @@ async def turn_events(
     Args:
         head: the head of the response.
         turn: the accepted turn, with no delta consumed yet.
+        pieces: divides its reply.
         texts: texts of tokens for log-probabilities.
         finish: makes the response object from the turn's output.
         delivered: called once the client has the whole response. It is not called after a failure, because
@@ -151,7 +152,7 @@ async def turn_events(
     """
     events = ResponseEvents(head)
     try:
-        async for data in _reply_events(events, _turn_pieces(turn), texts, background=False):
+        async for data in _reply_events(events, _turn_pieces(turn, pieces), texts, background=False):
             yield data
         assert turn.output is not None
         response = finish(turn.output)
@@ -197,7 +198,7 @@ async def stored_events(
     """
     events = ResponseEvents(head, starting_after)
     background = bool(head.echo.get("background"))
-    async for data in _reply_events(events, _each(pieces.split(reply)), texts, background=background):
+    async for data in _reply_events(events, _batches(pieces.split(reply)), texts, background=background):
         yield data
     for data in _last_events(events, response, None):
         yield data
@@ -254,35 +255,28 @@ class StartedStream:
 
 
 async def _reply_events(
-    events: ResponseEvents, pieces: AsyncIterator[Piece], texts: TokenTexts, *, background: bool
+    events: ResponseEvents, batches: AsyncIterator[Sequence[Piece]], texts: TokenTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the first events, and then one event for each piece."""
+    """Yield the first events, and then one event for each piece; those of a batch are sent together."""
     for data in events.begin(background=background):
         if data:
             yield data
-    num_pieces = 0
-    async for text, logprobs in pieces:
-        num_pieces += 1
-        if num_pieces % _TURN_PIECES == 0:  # skipped events do no writes that would yield
-            await asyncio.sleep(0)
-        data = events.delta(text, logprob_objects(texts, logprobs))
+    async for batch in batches:
+        data = b"".join(events.delta(text, logprob_objects(texts, logprobs)) for text, logprobs in batch)
         if data:
             yield data
+        if len(batch) >= MAX_BATCH:  # skipped events do no writes that would yield
+            await asyncio.sleep(0)
 
 
-async def _turn_pieces(turn: TimedTurn) -> AsyncIterator[Piece]:
-    """Make one piece of each delta that has text."""
-    waiting: list[TokenLogprob] = []  # for tokens without text so far
+async def _turn_pieces(turn: TimedTurn, pieces: ReplyPieces) -> AsyncIterator[Sequence[Piece]]:
     async for delta in turn:
-        waiting += delta.logprobs or ()
-        if delta.text:
-            yield Piece(delta.text, tuple(waiting))
-            waiting.clear()
+        yield list(pieces.split(delta))
 
 
-async def _each(pieces: Iterable[Piece]) -> AsyncIterator[Piece]:
-    for piece in pieces:
-        yield piece
+async def _batches(pieces: Iterable[Piece]) -> AsyncIterator[Sequence[Piece]]:
+    for batch in itertools.batched(pieces, MAX_BATCH):
+        yield batch
 
 
 def _last_events(

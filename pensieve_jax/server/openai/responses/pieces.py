@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
+
+MAX_BATCH: Final = 64
+"""Pieces of a finished reply that a stream makes at once; making 64 takes some milliseconds."""
 
 
 class Piece(NamedTuple):

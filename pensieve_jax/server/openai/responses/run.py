@@ -10,12 +10,12 @@ from them, so a client that reconnects gets the same numbers, even after the end
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.openai.responses.pieces import Piece, ReplyPieces
+from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, Piece, ReplyPieces
 from pensieve_jax.server.openai.responses.response import ResponseHead
 
 
@@ -100,13 +100,13 @@ class ResponseRun:
             await self._change()
         return self.response
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces of the reply from the first one on, until the run ends."""
+    async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+        """Yield the pieces of the reply from the first one on, in batches, until the run ends."""
         position = 0
         while True:
-            while position < len(self._pieces):
-                yield self._pieces[position]
-                position += 1
+            while batch := self._pieces[position : position + MAX_BATCH]:
+                yield batch
+                position += len(batch)
             if self.has_ended:
                 return
             await self._change()

@@ -57,5 +57,6 @@ def test_a_stream_of_a_finished_reply_lets_other_tasks_run(kind: int, starting_a
         return events
 
     events = asyncio.run(scenario())
-    assert len(events) == (1 if starting_after > 0 else NUM_TOKENS + 9)
-    assert num_turns >= NUM_TOKENS // 100
+    num_events = b"".join(events).count(b"data: ")
+    assert num_events == (1 if starting_after > 0 else NUM_TOKENS + 9)
+    assert num_turns >= NUM_TOKENS // 64

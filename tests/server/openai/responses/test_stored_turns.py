@@ -73,3 +73,23 @@ def test_replayed_events_show_the_stored_reply(http, route, end):
         "sequence_number": len(events) - 1,
         "response": stored,
     }
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("more", [{}, LOGPROBS], ids=["text", "logprobs"])
+def test_a_foreground_stream_has_the_numbers_of_its_replay(http, more):
+    """The server's loop is late here: the engine's deltas of the whole reply arrive as one."""
+    body = {"input": "hi", "stream": True, **more}
+    live = events_of(http.post("/responses", json=body))
+    assert [event["sequence_number"] for event in live] == list(range(len(live)))
+    deltas = [event["delta"] for event in live if event["type"] == "response.output_text.delta"]
+    assert len(deltas) == len("I see. Your name is \u00e9\U0001f600 Ada\ufffd")
+    one = as_response(live[0]["response"])
+    for last in range(4, len(live)):
+        again = events_of(http.get(f"{one}?stream=true&starting_after={last}"))
+        assert [(event["sequence_number"], event["type"]) for event in live[last + 1 :]] == [
+            (event["sequence_number"], event["type"]) for event in again
+        ]
+        assert text_of(live[: last + 1]) + text_of(again) == text_of(live)
