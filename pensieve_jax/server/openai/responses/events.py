@@ -49,7 +49,8 @@ NOT_RUNNING = overloaded("The response is queued and has not started; stream it 
 class ResponseEvents:
     """An encoder of the events of one response.
 
-    Events up to `starting_after` are counted but encoded as b"".
+    Events up to `starting_after` are counted but encoded as b"". The events of an end without a reply follow
+    `starting_after`, so that every client gets them.
     """
 
     def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
@@ -102,14 +103,20 @@ class ResponseEvents:
 
     def interruption(self, error: ApiError) -> bytes:
         """Return the event for a stream that ends while its response continues."""
+        self._skip_to_client()
         return self._write("error", {"code": error.code, "message": error.message, "param": error.param})
 
     def cancelled(self) -> list[bytes]:
         """Return the events after the last delta of a cancelled response; OpenAI defines no event for it."""
+        self._skip_to_client()
         response = self._head.object("cancelled")
         return [self._write("response.incomplete", {"response": response})]
 
     # Private methods
+
+    def _skip_to_client(self) -> None:
+        """Number the next event after those that the client has, although their deltas are not stored."""
+        self._last_number = max(self._last_number, self._starting_after)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._head.item_id, "output_index": 0, "content_index": 0}

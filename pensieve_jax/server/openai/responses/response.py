@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.history.server_tables.changes import ResponseDraft, ResponseRecord
@@ -18,7 +18,7 @@ from pensieve_jax.server.turns.items import Item, output_part
 from pensieve_jax.server.turns.sampling import num_cached_tokens, num_context_tokens, token_sources
 from pensieve_jax.text.token_texts import TokenTexts
 
-_ENDED_WITH_REPLY = ("completed", "incomplete")
+_ENDED_WITH_REPLY: Final = ("completed", "incomplete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
