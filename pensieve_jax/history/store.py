@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.outputs import TokenLogprob, Usage
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.text.messages import Message
 
@@ -46,6 +46,8 @@ class TurnRecord:
       owner: owner of the turn; "" for named conversations.
       chain: digest that identifies the messages up to and including this turn's own; b"" without one.
       usage: where its tokens came from; None if that was not stored.
+      logprobs: one entry for each token of the reply if they were requested. They are stored with the
+        response that is attached to the turn, and not without one; turns that are read have None.
     """
 
     conversation_id: str
@@ -62,6 +64,7 @@ class TurnRecord:
     owner: str = ""
     chain: bytes = b""
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,13 +36,19 @@ _NOTES = "note:"  # prefix of the names of notes among the keys of `meta`
 
 
 class Commit(NamedTuple):
-    """A turn to add, checked and packed; `refusal` says why its attachment cannot be stored."""
+    """A turn to add, checked and packed.
+
+    Attributes:
+      logprobs: packed log-probabilities of its reply, which are stored with `draft`.
+      refusal: why its attachment cannot be stored.
+    """
 
     conversation_id: str
     row: codec.TurnRow
     draft: ResponseDraft | None
     items: Sequence[server_conversations.Item]
     refusal: InvalidRequestError | None
+    logprobs: bytes | None = None
 
 
 class TableHistoryStore(ABC):
@@ -200,7 +206,7 @@ def append(connection: Connection, commit: Commit, field: str) -> None:
         return
     turns_table.insert_placed(connection, commit.row, field)
     if commit.draft is not None:
-        responses_table.complete(connection, commit.draft, commit.items, commit.row)
+        responses_table.complete(connection, commit.draft, commit.items, commit.row, commit.logprobs)
 
 
 def moves_heads(commits: Sequence[Commit]) -> bool:
@@ -221,7 +227,8 @@ def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
         draft, items = responses_table.check_draft(attachment, turn.owner, field)
     except InvalidRequestError as error:
         return Commit("", row, None, (), error)
-    return Commit("", row, draft, items, None)
+    logprobs = None if turn.logprobs is None else codec.pack_logprobs(turn.logprobs)
+    return Commit("", row, draft, items, None, logprobs)
 
 
 def _check_texts(change: HistoryChange) -> None:

@@ -52,6 +52,8 @@ def unpack(row: Sequence[Any]) -> ResponseRecord:
     fields = dict(zip(_OWN_FIELDS + _TURN_FIELDS, row, strict=True))
     if fields["status"] == "queued":
         fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # those of the turn that it continues
+    elif fields["job"] is not None:
+        fields |= {"job": None, "logprobs": codec.unpack_logprobs(fields["job"])}
     return ResponseRecord(**{**fields, "background": bool(fields["background"])})
 
 
@@ -84,8 +86,11 @@ def complete(
     draft: ResponseDraft,
     items: Sequence[Item],
     row: TurnRow,
+    logprobs: bytes | None = None,
 ) -> None:
     """After a turn was added, store its response, its request's key, and its items in a conversation.
+
+    `logprobs` are the packed log-probabilities of its reply, if they were requested.
 
     Raises UnknownRecordError for a background response that is not queued any more, ConversationChangedError,
     or InvalidRequestError for an id or a key that is taken.
@@ -93,13 +98,20 @@ def complete(
     status = "completed" if row.finish_reason == "stop" else "incomplete"
     if draft.background:
         connection.execute_changing(
-            "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = NULL "
+            "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = ? "
             f"WHERE {_THIS} AND status = 'queued'",
-            (status, row.turn_id, row.created_at_s, draft.owner, draft.response_id),
+            (status, row.turn_id, row.created_at_s, logprobs, draft.owner, draft.response_id),
             lambda: UnknownRecordError("response", draft.response_id),
         )
     else:
-        _insert(connection, draft, status, turn_id=row.turn_id, completed_at_s=row.created_at_s)
+        _insert(
+            connection,
+            draft,
+            status,
+            turn_id=row.turn_id,
+            completed_at_s=row.created_at_s,
+            job=logprobs,
+        )
     if draft.conversation is not None:
         reply = server_conversations.reply_item(draft.output_item_id, row)
         server_conversations.append_turn(connection, draft.conversation, [*items, reply], row)

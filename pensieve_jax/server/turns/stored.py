@@ -64,7 +64,10 @@ def stored_draft(
 
 def completion_echo(model: str, params: SamplingParams) -> dict[str, Any]:
     """Return the echoed fields of a stored turn of Chat Completions or Completions."""
-    return default_echo(model, params.temperature, params.top_p) | {"max_output_tokens": params.max_tokens}
+    return default_echo(model, params.temperature, params.top_p) | {
+        "max_output_tokens": params.max_tokens,
+        "top_logprobs": params.logprobs or 0,
+    }
 
 
 def default_echo(model: str, temperature: float, top_p: float) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class BackgroundResponses:
             run.task.cancel()
             await asyncio.wait({run.task})
         try:
-            response = stored_response(await self._read(owner, response_id))
+            response = stored_response(await self._read(owner, response_id), self._services.token_texts)
         except PensieveError as error:
             if run is not None and not run.has_ended:
                 run.fail(as_api_error(error))
@@ -491,9 +491,11 @@ class BackgroundRunner:
             return True
         if record.status == "queued":
             return False
-        run.begin_again()
-        run.take(AsyncDelta(record.output_text or "", token_ids))
-        run.end(stored_response(record))
+        reply = AsyncDelta(record.output_text or "", token_ids, record.logprobs)
+        if not run.has_taken(reply):  # another server ran it, or this one before a restart
+            run.begin_again()
+            run.take(reply)
+        run.end(stored_response(record, self._services.token_texts))
         return True
 
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
@@ -518,7 +520,7 @@ class BackgroundRunner:
             )
             (turn,) = running.turns
             async for delta in turn:
-                run.take(AsyncDelta(delta.text, delta.token_ids))
+                run.take(delta)
             assert turn.output is not None
             return turn.output
         finally:

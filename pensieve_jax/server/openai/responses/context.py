@@ -270,7 +270,10 @@ class _KnownItems:
         except UnknownRecordError:
             return
         self._count(len(record.input_items), index)
-        for item in (*json.loads(record.input_items), *stored_response(record)["output"]):
+        for item in (
+            *json.loads(record.input_items),
+            *stored_response(record, self._services.token_texts)["output"],
+        ):
             self._items.setdefault(item["id"], item)
 
     def _count(self, num_characters: int, index: int) -> None:

@@ -133,7 +133,9 @@ class ResponseCreation:
                 on_undelivered = self._undelivered_callback(request, request.body_sha256, earlier.response_id)
                 if request.body.stream:
                     return self._stream(await self._streams.stored(earlier), on_undelivered)
-                return json_reply(stored_response(earlier), undelivered=on_undelivered)
+                return json_reply(
+                    stored_response(earlier, self._services.token_texts), undelivered=on_undelivered
+                )
             earlier = run
         return await self._follow(request, earlier)
 

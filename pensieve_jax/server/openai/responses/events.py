@@ -240,9 +240,9 @@ class ResponseStreams:
         services, reply = self._services, AsyncDelta("", ())
         if record.turn_id is not None:
             turn = await services.read(record.owner, services.history.turn, record.owner, record.turn_id)
-            reply = AsyncDelta(record.output_text or "", turn.output_token_ids)
+            reply = AsyncDelta(record.output_text or "", turn.output_token_ids, record.logprobs)
         pieces = ReplyPieces(services.tokenizer)
-        response = stored_response(record)
+        response = stored_response(record, services.token_texts)
         return stored_events(head_of(record), response, reply, pieces, services.token_texts, starting_after)
 
 

@@ -98,14 +98,18 @@ def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
     )
 
 
-def stored_response(record: ResponseRecord) -> dict[str, Any]:
-    """Return the response object of a stored response."""
+def stored_response(record: ResponseRecord, texts: TokenTexts) -> dict[str, Any]:
+    """Return the response object of a stored response; `texts` are those of the tokens it shows."""
     head = head_of(record)
     if record.status in _ENDED_WITH_REPLY:
         assert record.usage is not None and record.completed_at_s is not None
         usage = Usage(**json.loads(record.usage))
         return head.ended(
-            record.output_text or "", record.finish_reason or "stop", usage, record.completed_at_s
+            record.output_text or "",
+            record.finish_reason or "stop",
+            usage,
+            record.completed_at_s,
+            logprob_objects(texts, record.logprobs or ()),
         )
     error = None if record.error is None else json.loads(record.error)
     return head.object(record.status, error=error)

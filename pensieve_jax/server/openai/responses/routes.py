@@ -82,7 +82,7 @@ class Responses:
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
         if streams:
             return self._streams.reply(await self._streams.stored(record, starting_after))
-        return json_reply(stored_response(record))
+        return json_reply(stored_response(record, call.services.token_texts))
 
     async def delete(self, call: HttpRequest) -> HttpResponse:
         """Delete a response; cancel it first if it runs."""

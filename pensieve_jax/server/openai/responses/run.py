@@ -50,6 +50,8 @@ class ResponseRun:
         self._new_pieces = new_pieces
         self._splitter = new_pieces()
         self._pieces: list[Piece] = []
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
         self._changed = asyncio.Event()
 
     @property
@@ -67,12 +69,20 @@ class ResponseRun:
         self.is_started = False
         self._splitter = self._new_pieces()
         self._pieces = []
+        self._token_ids = []
+        self._texts = []
 
     def take(self, delta: AsyncDelta) -> None:
         """Append a part of the reply."""
         self.is_started = True
+        self._token_ids += delta.token_ids
+        self._texts.append(delta.text)
         self._pieces += self._splitter.split(delta)
         self._wake()
+
+    def has_taken(self, reply: AsyncDelta) -> bool:
+        """Return whether the parts so far are this whole reply."""
+        return self._token_ids == list(reply.token_ids) and "".join(self._texts) == reply.text
 
     def end(self, response: dict[str, Any]) -> None:
         """End the run with this response object."""

@@ -93,3 +93,32 @@ def test_a_foreground_stream_has_the_numbers_of_its_replay(http, more):
             (event["sequence_number"], event["type"]) for event in again
         ]
         assert text_of(live[: last + 1]) + text_of(again) == text_of(live)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_log_probabilities_are_in_the_stream_in_the_response_and_in_the_replay(http, background):
+    body = {"input": "hi", "stream": True, "background": background, **LOGPROBS}
+    live = events_of(http.post("/responses", json=body))
+    stored = http.get(as_response(live[-1]["response"])).json()
+    assert stored == live[-1]["response"]
+    logprobs = stored["output"][0]["content"][0]["logprobs"]
+    assert len(logprobs) == len(REPLY) and all(len(one["top_logprobs"]) == 2 for one in logprobs)
+    told = [
+        one for event in live if event["type"] == "response.output_text.delta" for one in event["logprobs"]
+    ]
+    assert told == logprobs[: len(told)] and len(told) >= len(REPLY) - 1
+    assert events_of(http.get(f"{as_response(stored)}?stream=true")) == live
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stored_chat_or_completion_has_its_log_probabilities(http, route):
+    wanted = {"logprobs": 2} if route == "completions" else {"logprobs": True, "top_logprobs": 2}
+    made = http.post(route, json={"store": True, **ROUTES[route], **wanted, "stop": "name"}).json()
+    stored = http.get(as_response(made)).json()
+    assert stored["top_logprobs"] == 2
+    found = made["choices"][0]["logprobs"]
+    values = (
+        found["token_logprobs"] if route == "completions" else [one["logprob"] for one in found["content"]]
+    )
+    logprobs = stored["output"][0]["content"][0]["logprobs"]
+    assert [one["logprob"] for one in logprobs] == values and len(values) == len("I see. Your name")
