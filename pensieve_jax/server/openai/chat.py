@@ -28,6 +28,7 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.turns.checks import (
+    check_metadata,
     check_model,
     check_num_tokens,
     commit_context,
@@ -64,6 +65,7 @@ class ChatCompletion:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
+        check_metadata(body.metadata)
         self._messages = body.context()
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
@@ -182,7 +184,7 @@ class ChatCompletion:
         if not node.durable:
             return None
         services = self._services
-        echo = completion_echo(services.model_name, params)
+        echo = completion_echo(services.model_name, params, self._body.metadata)
         items = map(item_of, context.messages)
         return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())
 

@@ -33,6 +33,7 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.turns.checks import (
+    check_metadata,
     check_model,
     check_num_tokens,
     context_token_limit,
@@ -163,6 +164,7 @@ class Completion:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
+        check_metadata(body.metadata)
         self._prompts = _prompts(body.prompt)
         if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
@@ -301,7 +303,7 @@ class Completion:
         if self._body.store:
             services, prompt = self._services, self._prompts[index]
             items = [stored_item("user", [prompt])] if isinstance(prompt, str) else []
-            echo = completion_echo(services.model_name, params)
+            echo = completion_echo(services.model_name, params, self._body.metadata)
             draft = stored_draft(self._owner, turn_id, echo, items, services.now_s())
         return TurnNode(
             turn_id=turn_id,

@@ -62,11 +62,12 @@ def stored_draft(
     )
 
 
-def completion_echo(model: str, params: SamplingParams) -> dict[str, Any]:
+def completion_echo(model: str, params: SamplingParams, metadata: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the echoed fields of a stored turn of Chat Completions or Completions."""
     return default_echo(model, params.temperature, params.top_p) | {
         "max_output_tokens": params.max_tokens,
         "top_logprobs": params.logprobs or 0,
+        "metadata": dict(metadata or {}),
     }
 
 

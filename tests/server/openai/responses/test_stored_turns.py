@@ -122,3 +122,35 @@ def test_a_stored_chat_or_completion_has_its_log_probabilities(http, route):
     )
     logprobs = stored["output"][0]["content"][0]["logprobs"]
     assert [one["logprob"] for one in logprobs] == values and len(values) == len("I see. Your name")
+
+
+BODIES = {
+    "chat/completions": {**MESSAGES, "store": True},
+    "completions": {**PROMPT, "store": True},
+    "responses": {"input": "hi"},
+}
+BAD_METADATA = {
+    "too many pairs": ({str(i): "" for i in range(17)}, "metadata"),
+    "a long key": ({"k" * 65: "b"}, "metadata"),
+    "a long value": ({"a": "b" * 513}, "metadata.a"),
+    "a number": ({"a": 1}, "metadata.a"),
+    "no object": (5, "metadata"),
+}
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_a_stored_turn_has_its_metadata(http, route):
+    made = http.post(route, json=BODIES[route] | {"metadata": {"topic": "demo"}})
+    assert "x-ignored-fields" not in made.headers
+    assert http.get(as_response(made.json())).json()["metadata"] == {"topic": "demo"}
+    assert http.post(route, json=BODIES[route] | {"metadata": None}).status_code == 200
+
+
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("bad", BAD_METADATA)
+@pytest.mark.parametrize("route", BODIES)
+def test_metadata_beyond_the_limits_is_refused(http, route, bad, store):
+    value, param = BAD_METADATA[bad]
+    answer = http.post(route, json=BODIES[route] | {"metadata": value, "store": store})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+    assert answer.json()["error"]["param"] == param
