@@ -78,12 +78,19 @@ class ResponseCreation:
         earlier = await self._earlier(request)
         if earlier is not None:
             return await self._answer_again(request, earlier)
-        unlock = self._lock(request)
-        plan, earlier = await self._plan(request, unlock)
+        run = self._keyed_run(request)
+        try:
+            unlock = self._lock(request)
+            plan, earlier = await self._plan(request, unlock)
+        except BaseException as error:
+            self._fail_to_plan(request, run, error)
+            raise
         if earlier is not None:  # the same request arrived in the meantime
             return await self._answer_again(request, earlier)
-        if plan.body.background or plan.key is not None:
-            run = self._run(plan, unlock)
+        if run is None and plan.body.background:
+            run = self._new_run(request)
+        if run is not None:
+            run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
             return await self._follow(request, run)
         response = await self._start(request, plan, unlock)
         if plan.body.stream:
@@ -139,7 +146,24 @@ class ResponseCreation:
             earlier = run
         return await self._follow(request, earlier)
 
-    # Lock the conversation, and plan the turn
+    # Register a request with a key, lock the conversation, and plan the turn
+
+    def _keyed_run(self, request: CreateRequest) -> ResponseRun | None:
+        """Return the run of a request with a key, which the same request finds from now on; None without one.
+
+        It is registered before the conversation is locked: otherwise the lock would refuse the same request.
+        """
+        if request.key is None:
+            return None
+        run = self._new_run(request)
+        self._idempotency.start(request.call.owner, request.key, run)
+        return run
+
+    def _fail_to_plan(self, request: CreateRequest, run: ResponseRun | None, error: BaseException) -> None:
+        """End the run of a request that cannot be planned, with the error for all requests with its key."""
+        if run is not None and request.key is not None:
+            self._idempotency.end(request.call.owner, request.key)
+            run.fail(as_api_error(error, ENGINE_FIELDS))
 
     def _lock(self, request: CreateRequest) -> Callable[[], None]:
         """Lock the conversation and return the function to unlock it; raise ApiError 409 if it is locked."""
@@ -159,7 +183,7 @@ class ResponseCreation:
         Unlocks the conversation if the plan is not to be run. Raises ApiError and UnknownRecordError.
         """
         call, services = request.call, self._services
-        is_to_run = False
+        is_to_run, earlier = False, None
         try:
             estimate = reading(services, call.owner, request.body, len(call.body))
             plan = await services.run_cpu(
@@ -172,7 +196,8 @@ class ResponseCreation:
                 request.body_sha256,
                 request.key,
             )
-            earlier = await self._earlier(request)
+            if request.key is None:  # a request with a key is registered, so that no other one runs
+                earlier = await self._earlier(request)
             is_to_run = earlier is None
         finally:
             if not is_to_run:
@@ -209,14 +234,11 @@ class ResponseCreation:
 
     # Run a response as a task: in the background, or for all requests with its key
 
-    def _run(self, plan: ResponsePlan, unlock: Callable[[], None]) -> ResponseRun:
-        """Start a response as a task, which its clients then follow."""
+    def _new_run(self, request: CreateRequest) -> ResponseRun:
+        """Return the run of a response, which its clients follow once a task drives it."""
+        owner, body_sha256 = request.call.owner, request.body_sha256
         new_pieces = partial(ReplyPieces, self._services.tokenizer)
-        run = ResponseRun(plan.owner, plan.body_sha256, new_pieces, background=bool(plan.body.background))
-        if plan.key is not None:
-            self._idempotency.start(plan.owner, plan.key, run)
-        run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
-        return run
+        return ResponseRun(owner, body_sha256, new_pieces, background=bool(request.body.background))
 
     async def _drive(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
         """Run until a background response is queued, or until any other response has ended."""
