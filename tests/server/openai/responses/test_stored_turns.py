@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from pensieve_jax.text.loading import byte_tokenizer
 from tests.server.fakes import sampled
 from tests.server.live import LiveServer
 
@@ -154,3 +155,79 @@ def test_metadata_beyond_the_limits_is_refused(http, route, bad, store):
     answer = http.post(route, json=BODIES[route] | {"metadata": value, "store": store})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
     assert answer.json()["error"]["param"] == param
+
+
+def context_of(server: LiveServer, response: dict[str, Any]) -> str:
+    """Return the whole context of a stored response, as the engine got it."""
+    turn_id = response["id"].removeprefix("resp_")
+
+    def read() -> str:
+        record = server.engine.store.load_turn("", turn_id)
+        num_reply_tokens = len(record.turns[-1].output_token_ids)
+        return byte_tokenizer().decode_raw(record.token_ids.tolist()[:-num_reply_tokens])
+
+    return server.on_loop(read)
+
+
+RAW = "<bos><|user|>Call me Ada.<|end|><|assistant|>"
+STOPPED = {"": "I see. Your name is é😀 Ada\ufffd<eos>", "name": "I see. Your name"}
+ASKED = "<|user|>Who am I?<|end|><|assistant|>"
+KIND = "<|system|>Be kind.<|end|>"
+TERSE = "<|system|>Be terse.<|end|>"
+REPLIED = "I see. Your name is é😀 Ada\ufffd"
+
+
+def complete(http, **fields: Any) -> str:
+    """Create a stored completion, and return its id as a response."""
+    prompt = RAW.removeprefix("<bos>")
+    made = http.post("completions", json={"prompt": prompt, "store": True, "max_tokens": 99, **fields}).json()
+    return made["id"].replace("cmpl-", "resp_")
+
+
+def answer(http, previous: str, **fields: Any) -> dict[str, Any]:
+    made = http.post("responses", json={"input": "Who am I?", "previous_response_id": previous, **fields})
+    assert made.status_code == 200, made.text
+    return made.json()
+
+
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("instructions", [None, "Be kind."])
+@pytest.mark.parametrize("stop", STOPPED)
+def test_the_prompt_of_a_completion_is_in_what_continues_it(server, http, stop, instructions, store):
+    """The tokens of the completion come first as they were sampled, those of the stop string included."""
+    previous = complete(http, **({"stop": stop} if stop else {}))
+    made = answer(http, previous, instructions=instructions, store=store)
+    whole = RAW + STOPPED[stop] + (KIND if instructions else "") + ASKED
+    if store:
+        assert context_of(server, made) == whole
+    turn = server.on_loop(lambda: server.engine.turns[-1])
+    assert turn.spec.node.parent_id == previous.removeprefix("resp_")
+    whole_ids = byte_tokenizer().encode(whole.removeprefix("<bos>").replace("\ufffd", "?"), add_bos=True)
+    counted = http.post(
+        "responses/input_tokens",
+        json={"input": "Who am I?", "previous_response_id": previous, "instructions": instructions},
+    ).json()
+    assert counted["input_tokens"] == len(whole_ids)
+
+
+@pytest.mark.parametrize("stop", STOPPED)
+def test_a_completion_earlier_on_the_path_stays_when_instructions_change(server, http, stop):
+    text = RAW + STOPPED[stop]
+    first = answer(http, complete(http, **({"stop": stop} if stop else {})), instructions="Be kind.")
+    reply = REPLIED + "<|end|>"
+    assert context_of(server, first) == text + KIND + ASKED
+    same = answer(http, first["id"], instructions="Be kind.")
+    assert context_of(server, same).startswith(text + KIND + ASKED)
+    other = answer(http, same["id"], instructions="Be terse.")
+    assert context_of(server, other) == text + TERSE + (ASKED + reply) * 2 + ASKED
+    none = answer(http, other["id"])
+    assert context_of(server, none) == text + (ASKED + reply) * 3 + ASKED
+
+
+def test_a_completion_after_a_response_keeps_both(server, http):
+    first = http.post("responses", json={"input": "hi", "instructions": "Be kind."}).json()
+    middle = complete(http, previous_response_id=first["id"], stop="name")
+    last = answer(http, middle, instructions="Be terse.")
+    raw = f"<bos>{KIND}<|user|>hi<|end|><|assistant|>I see. Your name is é😀 Ada\ufffd<eos>"
+    raw += RAW.removeprefix("<bos>") + "I see. Your name"
+    assert context_of(server, last) == raw + TERSE + ASKED
