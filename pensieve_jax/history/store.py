@@ -26,6 +26,10 @@ CUT_FINISH_REASON: Final = "truncated"
 """`finish_reason` of a turn that `truncate` has cut; other turns never have it."""
 
 
+type TurnKey = tuple[str, str]
+"""Owner and id of a turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
     """One stored turn: its prompt, its reply, and what is needed to repeat it.
@@ -182,8 +186,8 @@ class HistoryStore(Protocol):
         """
         ...
 
-    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
-        """Change data stored beside turns, in one transaction.
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> Sequence[TurnKey]:
+        """Change data stored beside turns, in one transaction; return the turns that it removed.
 
         Turns that become unneeded are removed with it. Turns `in_use`, which running turns continue, stay
         until an `Expire` finds that they are not in use.

@@ -30,7 +30,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseDraft,
     UpdateConversation,
 )
-from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnRecord
+from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnKey, TurnRecord
 
 _NOTES = "note:"  # prefix of the names of notes among the keys of `meta`
 
@@ -101,10 +101,10 @@ class TableHistoryStore(ABC):
         ]
         return self._commit(commits, in_use) if commits else {}
 
-    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> Sequence[TurnKey]:
         """Change data stored beside turns, in one transaction; see `HistoryStore.apply`."""
         _check_texts(change)
-        self._transact(lambda connection: _apply(connection, change, in_use))
+        return self._transact(lambda connection: _apply(connection, change, in_use))
 
     def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
         """Keep the first `num_tokens` tokens; see `HistoryStore.truncate` for a turn that is cut."""
@@ -240,27 +240,29 @@ def _check_texts(change: HistoryChange) -> None:
             codec.check_text(value, field.name)
 
 
-def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> None:
+def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> list[TurnKey]:
+    """Make a change; return the turns that were removed."""
+    removed: list[TurnKey] = []
     match change:
         case QueueResponse():
             responses_table.queue(connection, change)
         case EndResponse():
-            responses_table.end(connection, change, in_use)
+            removed = responses_table.end(connection, change, in_use)
         case DeleteResponse():
-            responses_table.delete(connection, change, in_use)
+            removed = responses_table.delete(connection, change, in_use)
         case Expire():
-            responses_table.expire(connection, change, in_use)
+            removed = responses_table.expire(connection, change, in_use)
         case CreateConversation():
             server_conversations.create(connection, change)
         case UpdateConversation():
             server_conversations.update(connection, change)
         case DeleteConversation():
-            server_conversations.delete(connection, change, in_use)
+            removed = server_conversations.delete(connection, change, in_use)
         case AppendItems():
             server_conversations.append_items(connection, change)
         case DeleteItem():
-            server_conversations.delete_item(connection, change, in_use)
-    turns_table.collect_released(connection, in_use)
+            removed = server_conversations.delete_item(connection, change, in_use)
+    return removed + turns_table.collect_released(connection, in_use)
 
 
 def _keep_note(connection: Connection, key: str, text: str | None) -> None:

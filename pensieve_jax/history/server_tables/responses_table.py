@@ -27,6 +27,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseRecord,
 )
 from pensieve_jax.history.server_tables.server_conversations import Item
+from pensieve_jax.history.store import TurnKey
 
 MAX_EXPIRED: Final = 50  # per change, so that the engine's thread is not blocked for long
 _OWN_FIELDS: Final = (
@@ -128,8 +129,8 @@ def queue(connection: Connection, change: QueueResponse) -> None:
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)
 
 
-def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> None:
-    """End a queued response without a turn; one that has ended is not changed."""
+def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> list[TurnKey]:
+    """End a queued response without a turn, and return removed turns; one that has ended is not changed."""
     if change.status not in ("cancelled", "failed"):
         raise InvalidRequestError("status", change.status, '"cancelled" or "failed"')
     parent_id = _turn_of(connection, change.owner, change.response_id)
@@ -138,24 +139,29 @@ def end(connection: Connection, change: EndResponse, in_use: Collection[str]) ->
         f"WHERE {_THIS} AND status = 'queued'",
         (change.status, change.completed_at_s, change.error, change.owner, change.response_id),
     )
-    if ended.rowcount:
-        turns_table.collect(connection, change.owner, parent_id, in_use)
+    return turns_table.collect(connection, change.owner, parent_id, in_use) if ended.rowcount else []
 
 
-def delete(connection: Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
-    """Forget a response, its request's key, and its turn unless that is needed otherwise."""
-    _forget(connection, change.owner, change.response_id, in_use)
+def delete(connection: Connection, change: DeleteResponse, in_use: Collection[str]) -> list[TurnKey]:
+    """Forget a response, its request's key, and its turn unless that is needed; return removed turns."""
+    return _forget(connection, change.owner, change.response_id, in_use)
 
 
-def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> None:
-    """Forget ended responses and keys that have expired, the oldest first, at most `MAX_EXPIRED` of each."""
+def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> list[TurnKey]:
+    """Forget ended responses and keys that have expired, and return removed turns.
+
+    The oldest go first, at most `MAX_EXPIRED` of each.
+    """
     query = (
         "SELECT owner, response_id FROM responses WHERE expires_at_s <= ? AND status <> 'queued' "
         "ORDER BY expires_at_s LIMIT ?"
     )
-    for owner, response_id in connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall():
-        _forget(connection, owner, response_id, in_use)
+    expired = connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall()
+    removed = [
+        key for owner, response_id in expired for key in _forget(connection, owner, response_id, in_use)
+    ]
     idempotency_table.expire(connection, change.now_s, MAX_EXPIRED)
+    return removed
 
 
 def has_expired(connection: Connection, now_s: float) -> bool:
@@ -199,8 +205,8 @@ def _turn_of(connection: Connection, owner: str, response_id: str) -> str | None
     return turn_id
 
 
-def _forget(connection: Connection, owner: str, response_id: str, in_use: Collection[str]) -> None:
+def _forget(connection: Connection, owner: str, response_id: str, in_use: Collection[str]) -> list[TurnKey]:
     turn_id = _turn_of(connection, owner, response_id)
     connection.execute(f"DELETE FROM responses WHERE {_THIS}", (owner, response_id))
     idempotency_table.forget(connection, owner, response_id)
-    turns_table.collect(connection, owner, turn_id, in_use)
+    return turns_table.collect(connection, owner, turn_id, in_use)
