@@ -12,7 +12,7 @@ known beginning (`CacheManager.fork`). So siblings run concurrently, and a turn 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pensieve_jax.cache import CachedSequence, CacheManager
@@ -86,6 +86,10 @@ class BranchTable:
         branches = self._by_turn.get((owner, turn_id), {})
         return [branch for branch in branches if branch.tip == turn_id] or list(branches)
 
+    def containing(self, owner: str, turn_id: str) -> list[Branch]:
+        """Return all branches that contain a turn."""
+        return list(self._by_turn.get((owner, turn_id), ()))
+
     def longest(self, owner: str, context: list[int]) -> tuple[Branch, int] | None:
         """Return the branch with the longest common beginning, and its number of tokens, or None.
 
@@ -148,19 +152,35 @@ class BranchTable:
         tip = branch.tip
         return tip is None or (origin.kind != "extended" and len(self._by_turn[branch.owner, tip]) > 1)
 
+    def cut(self, branch: Branch, turn_id: str) -> None:
+        """Remove the turns after `turn_id` from an idle branch, with their KV cache."""
+        kept = _until(branch.path, turn_id)
+        self._leave(branch, [name for name in branch.path if name not in kept])
+        branch.path = kept
+        num_tokens = kept[turn_id].num_tokens
+        self._chunks.leave(branch)
+        branch.conversation.truncate(num_tokens, len(kept))
+        self._cache.truncate(branch.sequence, num_tokens)
+        if self._shares_state:
+            self._chunks.enter(branch)
+
     def forget(self, branch: Branch) -> None:
         """Remove a branch that leaves memory."""
-        for turn_id in branch.path:
-            branches = self._by_turn[branch.owner, turn_id]
-            del branches[branch]
-            if not branches:
-                del self._by_turn[branch.owner, turn_id]
+        self._leave(branch, branch.path)
         del self._by_owner[branch.owner][branch]
         if not self._by_owner[branch.owner]:
             del self._by_owner[branch.owner]
         self._chunks.leave(branch)
 
     # Private methods
+
+    def _leave(self, branch: Branch, turn_ids: Iterable[str]) -> None:
+        """Remove a branch from the index of these turns."""
+        for turn_id in turn_ids:
+            branches = self._by_turn[branch.owner, turn_id]
+            del branches[branch]
+            if not branches:
+                del self._by_turn[branch.owner, turn_id]
 
     def _behind(self, owner: str, parent_id: str, durable: bool) -> TurnPosition:
         """Return the position of turns with this parent, from memory or from the history."""

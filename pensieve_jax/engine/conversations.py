@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Final
 
 from pensieve_jax.cache import CachedSequence, CacheManager, Role
@@ -28,6 +29,7 @@ from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import PeriodicSweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
+from pensieve_jax.history.store import TurnKey
 
 # The most idle conversations to keep that have no KV cache except what they share from one sequence; the
 # latest active stay. Without a limit, a template with a fork per user would keep all forks in memory.
@@ -207,6 +209,25 @@ class ConversationTable:
         for branch in self._idle_at(owner, turn_id):
             self._cache.truncate(branch.sequence, 0)
             self._drops.forget(branch.conversation.conversation_id)
+
+    def forget_removed(self, removed: Collection[TurnKey]) -> None:
+        """Cut removed turns off the ends of idle branches, with their KV cache.
+
+        A branch with a later turn keeps their tokens, since they are its context. Chunks that other branches
+        share stay with those.
+        """
+        gone = frozenset(removed)
+        ending = {branch: None for turn in removed for branch in self.branches.containing(*turn)}
+        for branch in ending:
+            if branch.busy:
+                continue
+            kept = [turn_id for turn_id in branch.path if (branch.owner, turn_id) not in gone]
+            last = kept[-1] if kept else None
+            if last is None:
+                self.forget(branch)
+            elif last != branch.tip:
+                self.branches.cut(branch, last)
+                self._drops.forget(branch.conversation.conversation_id)
 
     def forget_state(self, conversation_id: str) -> None:
         """Drop a conversation's KV cache and keep its history; see `push_out` for errors."""

@@ -229,8 +229,11 @@ class Engine:
 
     @change
     def apply(self, change: HistoryChange) -> None:
-        """Change the history's data other than turns; see `HistoryStore.apply`."""
-        self._store.apply(change, self._ledger.in_use)
+        """Change the history's data other than turns; see `HistoryStore.apply`.
+
+        The KV cache of turns that are removed with it is dropped, except where another turn holds it.
+        """
+        self._conversations.forget_removed(self._store.apply(change, self._ledger.in_use))
 
     @change
     def end(self, conversation_id: str) -> None:

@@ -186,6 +186,7 @@ class TurnLedger:
             owner="" if node is None else node.owner,
             chain=b"" if node is None else node.chain,
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
+            logprobs=None if reply.logprobs is None else tuple(reply.logprobs),
         )
 
     def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:

@@ -1,6 +1,7 @@
 """The encoding of turns as rows: checks a turn's values, packs them for a table, and unpacks them.
 
-Owns: the packing (little-endian int32 blobs, signed 64-bit seeds, JSON messages, a checksum) and its limits.
+Owns: the packing (little-endian int32 and float32 blobs, signed 64-bit seeds, JSON messages, a checksum) and
+its limits.
 Does not know: SQL, files or transactions.
 """
 
@@ -17,13 +18,15 @@ from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
 from pensieve_jax.core.options import is_utf8
-from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.outputs import TokenLogprob, Usage
 from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.history.store import TurnRecord
 
 TOKEN_BYTES: Final = 4
 MAX_TOKEN_ID: Final = 2**31 - 1
 _STORED_IDS: Final = np.dtype("<i4")
+_STORED_COUNTS: Final = np.dtype("<u2")
+_STORED_LOGPROBS: Final = np.dtype("<f4")
 
 
 class TurnRow(NamedTuple):
@@ -177,6 +180,32 @@ def _pack_messages(messages: Sequence[Any], field: str) -> str:
         return json.dumps([dict(message) for message in messages], allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(field, messages, f"a sequence of JSON objects ({error})") from error
+
+
+def pack_logprobs(logprobs: Sequence[TokenLogprob]) -> bytes:
+    """Return log-probabilities as bytes; they are rounded to float32, as devices compute them."""
+    counts = np.array([len(one.top) for one in logprobs], _STORED_COUNTS)
+    pairs = [pair for one in logprobs for pair in ((one.token_id, one.logprob), *one.top.items())]
+    ids = np.array([token_id for token_id, _ in pairs], _STORED_IDS)
+    values = np.array([value for _, value in pairs], _STORED_LOGPROBS)
+    size = np.array([len(logprobs)], _STORED_IDS)
+    return b"".join(array.tobytes() for array in (size, counts, ids, values))
+
+
+def unpack_logprobs(packed: bytes) -> tuple[TokenLogprob, ...]:
+    """Return the log-probabilities that were packed."""
+    num_tokens = int(np.frombuffer(packed, _STORED_IDS, 1)[0])
+    counts = np.frombuffer(packed, _STORED_COUNTS, num_tokens, TOKEN_BYTES).tolist()
+    start, num_pairs = TOKEN_BYTES + num_tokens * _STORED_COUNTS.itemsize, num_tokens + sum(counts)
+    ids = np.frombuffer(packed, _STORED_IDS, num_pairs, start).tolist()
+    values = np.frombuffer(packed, _STORED_LOGPROBS, num_pairs, start + num_pairs * TOKEN_BYTES).tolist()
+    found, at = [], 0
+    for count in counts:
+        end = at + 1 + count
+        top = dict(zip(ids[at + 1 : end], values[at + 1 : end], strict=True))
+        found.append(TokenLogprob(ids[at], values[at], top))
+        at = end
+    return tuple(found)
 
 
 def check_text(text: object, field: str) -> None:

@@ -40,6 +40,8 @@ NAMED_BY_ACTIVITY: Final = (
 # names, and JSON for a server's.
 #
 # `turn_id` of a response is that of its reply; while it is queued, that of the turn that it continues.
+# `job` of a queued response is what is needed to run it; once it has a reply, the log-probabilities of its
+# tokens (`codec.pack_logprobs`), if they were requested.
 #
 # `response_id` of a key is that of the response to its request, or the name of the items that its request
 # appended.

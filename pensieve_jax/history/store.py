@@ -18,12 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.outputs import TokenLogprob, Usage
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.text.messages import Message
 
 CUT_FINISH_REASON: Final = "truncated"
 """`finish_reason` of a turn that `truncate` has cut; other turns never have it."""
+
+
+type TurnKey = tuple[str, str]
+"""Owner and id of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class TurnRecord:
       owner: owner of the turn; "" for named conversations.
       chain: digest that identifies the messages up to and including this turn's own; b"" without one.
       usage: where its tokens came from; None if that was not stored.
+      logprobs: one entry for each token of the reply if they were requested. They are stored with the
+        response that is attached to the turn, and not without one; turns that are read have None.
     """
 
     conversation_id: str
@@ -62,6 +68,7 @@ class TurnRecord:
     owner: str = ""
     chain: bytes = b""
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,8 +186,8 @@ class HistoryStore(Protocol):
         """
         ...
 
-    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
-        """Change data stored beside turns, in one transaction.
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> Sequence[TurnKey]:
+        """Change data stored beside turns, in one transaction; return the turns that it removed.
 
         Turns that become unneeded are removed with it. Turns `in_use`, which running turns continue, stay
         until an `Expire` finds that they are not in use.

@@ -30,19 +30,25 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseDraft,
     UpdateConversation,
 )
-from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnRecord
+from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnKey, TurnRecord
 
 _NOTES = "note:"  # prefix of the names of notes among the keys of `meta`
 
 
 class Commit(NamedTuple):
-    """A turn to add, checked and packed; `refusal` says why its attachment cannot be stored."""
+    """A turn to add, checked and packed.
+
+    Attributes:
+      logprobs: packed log-probabilities of its reply, which are stored with `draft`.
+      refusal: why its attachment cannot be stored.
+    """
 
     conversation_id: str
     row: codec.TurnRow
     draft: ResponseDraft | None
     items: Sequence[server_conversations.Item]
     refusal: InvalidRequestError | None
+    logprobs: bytes | None = None
 
 
 class TableHistoryStore(ABC):
@@ -95,10 +101,10 @@ class TableHistoryStore(ABC):
         ]
         return self._commit(commits, in_use) if commits else {}
 
-    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> Sequence[TurnKey]:
         """Change data stored beside turns, in one transaction; see `HistoryStore.apply`."""
         _check_texts(change)
-        self._transact(lambda connection: _apply(connection, change, in_use))
+        return self._transact(lambda connection: _apply(connection, change, in_use))
 
     def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
         """Keep the first `num_tokens` tokens; see `HistoryStore.truncate` for a turn that is cut."""
@@ -200,7 +206,7 @@ def append(connection: Connection, commit: Commit, field: str) -> None:
         return
     turns_table.insert_placed(connection, commit.row, field)
     if commit.draft is not None:
-        responses_table.complete(connection, commit.draft, commit.items, commit.row)
+        responses_table.complete(connection, commit.draft, commit.items, commit.row, commit.logprobs)
 
 
 def moves_heads(commits: Sequence[Commit]) -> bool:
@@ -221,7 +227,8 @@ def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
         draft, items = responses_table.check_draft(attachment, turn.owner, field)
     except InvalidRequestError as error:
         return Commit("", row, None, (), error)
-    return Commit("", row, draft, items, None)
+    logprobs = None if turn.logprobs is None else codec.pack_logprobs(turn.logprobs)
+    return Commit("", row, draft, items, None, logprobs)
 
 
 def _check_texts(change: HistoryChange) -> None:
@@ -233,27 +240,29 @@ def _check_texts(change: HistoryChange) -> None:
             codec.check_text(value, field.name)
 
 
-def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> None:
+def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> list[TurnKey]:
+    """Make a change; return the turns that were removed."""
+    removed: list[TurnKey] = []
     match change:
         case QueueResponse():
             responses_table.queue(connection, change)
         case EndResponse():
-            responses_table.end(connection, change, in_use)
+            removed = responses_table.end(connection, change, in_use)
         case DeleteResponse():
-            responses_table.delete(connection, change, in_use)
+            removed = responses_table.delete(connection, change, in_use)
         case Expire():
-            responses_table.expire(connection, change, in_use)
+            removed = responses_table.expire(connection, change, in_use)
         case CreateConversation():
             server_conversations.create(connection, change)
         case UpdateConversation():
             server_conversations.update(connection, change)
         case DeleteConversation():
-            server_conversations.delete(connection, change, in_use)
+            removed = server_conversations.delete(connection, change, in_use)
         case AppendItems():
             server_conversations.append_items(connection, change)
         case DeleteItem():
-            server_conversations.delete_item(connection, change, in_use)
-    turns_table.collect_released(connection, in_use)
+            removed = server_conversations.delete_item(connection, change, in_use)
+    return removed + turns_table.collect_released(connection, in_use)
 
 
 def _keep_note(connection: Connection, key: str, text: str | None) -> None:

@@ -21,7 +21,7 @@ from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import codec
 from pensieve_jax.history.codec import TurnRow
 from pensieve_jax.history.connection import Connection
-from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationRecord, TurnRecord
+from pensieve_jax.history.store import CUT_FINISH_REASON, ConversationRecord, TurnKey, TurnRecord
 
 _COLUMNS: Final = ", ".join(TurnRow._fields)
 # With types, since Postgres cannot infer the type of a NULL value.
@@ -193,26 +193,30 @@ def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, con
     return cut_id
 
 
-def collect_released(connection: Connection, in_use: Collection[str]) -> None:
-    """Remove the turns that were in use when they were released and are not in use now."""
+def collect_released(connection: Connection, in_use: Collection[str]) -> list[TurnKey]:
+    """Remove the turns that were in use when they were released and are not in use now; return them."""
     released = connection.execute("SELECT owner, turn_id FROM released").fetchall()
     connection.execute("DELETE FROM released")
-    for owner, turn_id in released:
-        collect(connection, owner, turn_id, in_use)
+    return [key for owner, turn_id in released for key in collect(connection, owner, turn_id, in_use)]
 
 
-def collect(connection: Connection, owner: str, turn_id: str | None, in_use: Collection[str] = ()) -> None:
-    """Remove a released turn and the turns before it, as long as they are not needed.
+def collect(
+    connection: Connection, owner: str, turn_id: str | None, in_use: Collection[str] = ()
+) -> list[TurnKey]:
+    """Remove a released turn and the turns before it, as long as they are not needed; return them.
 
     A turn is needed by a later turn, a conversation's head or a response, or for itself (`kept`). A turn that
     is `in_use` is recorded instead, and `collect_released` checks it again.
     """
+    removed: list[TurnKey] = []
     while turn_id is not None:
         row = connection.execute(_UNNEEDED, (owner, turn_id)).fetchone()
         if row is None:
-            return
+            break
         if turn_id in in_use:
             connection.execute("INSERT INTO released VALUES (?, ?) ON CONFLICT DO NOTHING", (owner, turn_id))
-            return
+            break
         connection.execute("DELETE FROM turns WHERE owner = ? AND turn_id = ?", (owner, turn_id))
+        removed.append((owner, turn_id))
         turn_id = row[0]
+    return removed

@@ -12,6 +12,7 @@ from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Ended, Transfers
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore, TurnRecord
 from pensieve_jax.history.server_tables.changes import HistoryChange
+from pensieve_jax.history.store import TurnKey
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 
 Fault = Callable[[], BaseException]
@@ -189,8 +190,8 @@ class ObservedStore:
         self.faults.raise_at("committed")
         return refused
 
-    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> None:
-        self.inner.apply(change, in_use)
+    def apply(self, change: HistoryChange, in_use: Collection[str] = ()) -> Sequence[TurnKey]:
+        return self.inner.apply(change, in_use)
 
     def fork(
         self,

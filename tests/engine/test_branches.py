@@ -540,3 +540,81 @@ def test_a_branch_that_was_loaded_was_last_active_when_its_last_turn_was_committ
     (third,) = trees.send(second, 10)
     assert seen == [1025.0]
     trees.settle(third)
+
+
+def found(trees, prompt, **params):
+    """Return how many tokens of a prompt without a parent are found in the cache."""
+    (sent,) = trees.send(None, prompt, seed=9, **params)
+    trees.settle(sent)
+    return usage_of(sent)[0]
+
+
+def test_a_deleted_turn_leaves_no_tokens_in_the_cache():
+    trees = forest()
+    prompt = trees.harness.prompt(70, 3)
+    first = trees.turn(None, prompt, is_response=True)
+    pages = trees.engine.stats()["num_known_chunks"]
+    assert pages == (70 + 8) // CHUNK
+    trees.delete(first)
+    assert trees.engine.stats()["num_known_chunks"] == trees.engine.stats()["num_live_conversations"] == 0
+    assert found(trees, prompt) == 0
+
+
+def test_deleting_the_last_turn_of_a_branch_keeps_the_turns_before():
+    trees = forest()
+    first = trees.turn(prompt=40, is_response=True)
+    second = trees.turn(first, 40, is_response=True)
+    context = trees.tokens[second]
+    trees.delete(second)
+    assert found(trees, context) == 48, "the first turn's three chunks"
+    (again,) = trees.send(first, 10)
+    assert again.turn.origin == TurnOrigin("extended", 48)
+    trees.settle(again)
+    assert usage_of(again) == (48, 10), "the deleted turn had computed the last token too"
+
+
+def test_deleting_a_turn_keeps_what_later_turns_and_siblings_hold():
+    trees = forest()
+    first = trees.turn(prompt=40, is_response=True)
+    second = trees.turn(first, 40, is_response=True)
+    third = trees.turn(second, 40, is_response=True)
+    other = trees.turn(first, 40, seed=3, is_response=True)
+    trees.delete(second)
+    for turn_id in (third, other):
+        (sent,) = trees.send(turn_id, 10)
+        assert sent.turn.origin.kind == "extended"
+        trees.settle(sent)
+    trees.delete(other)  # its child is kept for itself
+    trees.delete(third)
+    trees.delete(first)
+    assert trees.engine.stats()["num_live_conversations"] == 2
+
+
+def test_deleting_the_last_turns_of_a_path_removes_those_that_only_they_needed():
+    trees = forest()
+    first = trees.turn(prompt=40, is_response=True)
+    second = trees.turn(first, 40, is_response=True)
+    context = trees.tokens[second]
+    trees.delete(first)
+    assert trees.engine.stats()["num_known_turns"] == 2, "the second turn needs the first"
+    trees.delete(second)
+    assert trees.engine.stats()["num_known_turns"] == 0 and found(trees, context) == 0
+
+
+def test_deleting_a_turn_that_a_running_one_continues_keeps_its_branch():
+    trees = forest()
+    first = trees.turn(prompt=40, is_response=True)
+    (running,) = trees.send(first, 10, is_response=True)
+    trees.delete(first)
+    trees.settle(running)
+    assert usage_of(running) == (47, 11)
+
+
+def test_a_turn_in_memory_keeps_a_deleted_turn_before_it():
+    trees = forest()
+    first = trees.turn(prompt=40, is_response=True)
+    second = trees.turn(first, 40, durable=False)
+    trees.delete(first)
+    (sent,) = trees.send(second, 10, durable=False)
+    assert sent.turn.origin.kind == "extended"
+    trees.settle(sent)

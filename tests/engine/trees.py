@@ -10,6 +10,7 @@ from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.turn import Turn
+from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseDraft
 from tests.engine.harness import Harness
 from tests.engine.oracles import TurnFacts
 
@@ -50,15 +51,28 @@ class Forest:
         number: int = 1,
         owner: str = "ann",
         durable: bool = True,
+        is_response: bool = False,
         **params: object,
     ) -> list[Sent]:
-        """Queue a turn, or several choices of one."""
+        """Queue a turn, or several choices of one; `is_response` attaches a response to each."""
         if isinstance(prompt, int):
             prompt = self.harness.prompt(prompt, seed)
         sent, specs = [], []
         for choice in range(number):
             facts = self.facts(parent, prompt, seed + choice, **params)
-            node = TurnNode(turn_id=new_turn_id(parent), parent_id=parent, owner=owner, durable=durable)
+            turn_id = new_turn_id(parent)
+            draft = None
+            if is_response:
+                draft = ResponseDraft(
+                    response_id=f"resp_{turn_id}",
+                    owner=owner,
+                    request="{}",
+                    input_items="[]",
+                    output_item_id=f"msg_{turn_id}",
+                    created_at_s=0.0,
+                    expires_at_s=1e12,
+                )
+            node = TurnNode(turn_id=turn_id, parent_id=parent, owner=owner, durable=durable, attachment=draft)
             specs.append(TurnSpec(facts.prompt, facts.params, node=node))
             sent.append((node, facts))
         turns = self.harness.submit_all(specs)
@@ -79,6 +93,11 @@ class Forest:
     def turn(self, parent: str | None = None, prompt: Sequence[int] | int = 40, **more: object) -> str:
         """Send a turn, run it to its end, and return its id."""
         return self.settle(*self.send(parent, prompt, **more))[0]
+
+    def delete(self, turn_id: str, owner: str = "ann") -> None:
+        """Delete the response of a turn."""
+        self.engine.apply(DeleteResponse(owner=owner, response_id=f"resp_{turn_id}"))
+        self.engine.check_integrity()
 
     def sequence(self, turn_id: str, owner: str = "ann") -> CachedSequence:
         """Return the sequence of a branch that contains a turn."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import httpx2
+import numpy as np
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import EngineClosedError, PensieveError
@@ -32,6 +33,7 @@ from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.loading import byte_tokenizer
+from pensieve_jax.text.reply_tokens import ReplyTokens
 from pensieve_jax.text.token_texts import TokenTexts
 from tests.server.context.no_turns import NoTurns
 
@@ -165,6 +167,25 @@ def say(text: str, **usage: int) -> Callable[[FakeTurn], None]:
                 return
         turn.feed("", (257,))
         turn.finish("stop", **usage)
+
+    return script
+
+
+def sampled(token_ids: Sequence[int]) -> Callable[[FakeTurn], None]:
+    """A script: the model samples these ids; the reply's text and end follow from the turn's parameters."""
+
+    def script(turn: FakeTurn) -> None:
+        params = turn.spec.params
+        ending_ids = params.ending_ids(LIMITS.eos_token_ids)
+        reply = ReplyTokens(params, ending_ids, params.max_tokens, byte_tokenizer())
+        none = np.empty(0)
+        for token_id in token_ids:
+            num_pieces = len(reply.pieces)
+            reason = reply.accept(token_id, 0.0, none, none)
+            turn.feed("".join(reply.pieces[num_pieces:]), (token_id,))
+            if reason is not None:
+                turn.finish(reason)
+                return
 
     return script
 

@@ -122,6 +122,7 @@ class StoredEngine(FakeEngine):
             owner=node.owner,
             chain=node.chain,
             usage=output.usage,
+            logprobs=output.logprobs,
         )
         refused: PensieveError | None = self.store.commit([record], [node.attachment]).get(0)
         if refused is not None:

@@ -27,6 +27,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseRecord,
 )
 from pensieve_jax.history.server_tables.server_conversations import Item
+from pensieve_jax.history.store import TurnKey
 
 MAX_EXPIRED: Final = 50  # per change, so that the engine's thread is not blocked for long
 _OWN_FIELDS: Final = (
@@ -52,6 +53,8 @@ def unpack(row: Sequence[Any]) -> ResponseRecord:
     fields = dict(zip(_OWN_FIELDS + _TURN_FIELDS, row, strict=True))
     if fields["status"] == "queued":
         fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # those of the turn that it continues
+    elif fields["job"] is not None:
+        fields |= {"job": None, "logprobs": codec.unpack_logprobs(fields["job"])}
     return ResponseRecord(**{**fields, "background": bool(fields["background"])})
 
 
@@ -84,8 +87,11 @@ def complete(
     draft: ResponseDraft,
     items: Sequence[Item],
     row: TurnRow,
+    logprobs: bytes | None = None,
 ) -> None:
     """After a turn was added, store its response, its request's key, and its items in a conversation.
+
+    `logprobs` are the packed log-probabilities of its reply, if they were requested.
 
     Raises UnknownRecordError for a background response that is not queued any more, ConversationChangedError,
     or InvalidRequestError for an id or a key that is taken.
@@ -93,13 +99,20 @@ def complete(
     status = "completed" if row.finish_reason == "stop" else "incomplete"
     if draft.background:
         connection.execute_changing(
-            "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = NULL "
+            "UPDATE responses SET status = ?, turn_id = ?, completed_at_s = ?, job = ? "
             f"WHERE {_THIS} AND status = 'queued'",
-            (status, row.turn_id, row.created_at_s, draft.owner, draft.response_id),
+            (status, row.turn_id, row.created_at_s, logprobs, draft.owner, draft.response_id),
             lambda: UnknownRecordError("response", draft.response_id),
         )
     else:
-        _insert(connection, draft, status, turn_id=row.turn_id, completed_at_s=row.created_at_s)
+        _insert(
+            connection,
+            draft,
+            status,
+            turn_id=row.turn_id,
+            completed_at_s=row.created_at_s,
+            job=logprobs,
+        )
     if draft.conversation is not None:
         reply = server_conversations.reply_item(draft.output_item_id, row)
         server_conversations.append_turn(connection, draft.conversation, [*items, reply], row)
@@ -116,8 +129,8 @@ def queue(connection: Connection, change: QueueResponse) -> None:
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)
 
 
-def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> None:
-    """End a queued response without a turn; one that has ended is not changed."""
+def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> list[TurnKey]:
+    """End a queued response without a turn, and return removed turns; one that has ended is not changed."""
     if change.status not in ("cancelled", "failed"):
         raise InvalidRequestError("status", change.status, '"cancelled" or "failed"')
     parent_id = _turn_of(connection, change.owner, change.response_id)
@@ -126,24 +139,29 @@ def end(connection: Connection, change: EndResponse, in_use: Collection[str]) ->
         f"WHERE {_THIS} AND status = 'queued'",
         (change.status, change.completed_at_s, change.error, change.owner, change.response_id),
     )
-    if ended.rowcount:
-        turns_table.collect(connection, change.owner, parent_id, in_use)
+    return turns_table.collect(connection, change.owner, parent_id, in_use) if ended.rowcount else []
 
 
-def delete(connection: Connection, change: DeleteResponse, in_use: Collection[str]) -> None:
-    """Forget a response, its request's key, and its turn unless that is needed otherwise."""
-    _forget(connection, change.owner, change.response_id, in_use)
+def delete(connection: Connection, change: DeleteResponse, in_use: Collection[str]) -> list[TurnKey]:
+    """Forget a response, its request's key, and its turn unless that is needed; return removed turns."""
+    return _forget(connection, change.owner, change.response_id, in_use)
 
 
-def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> None:
-    """Forget ended responses and keys that have expired, the oldest first, at most `MAX_EXPIRED` of each."""
+def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> list[TurnKey]:
+    """Forget ended responses and keys that have expired, and return removed turns.
+
+    The oldest go first, at most `MAX_EXPIRED` of each.
+    """
     query = (
         "SELECT owner, response_id FROM responses WHERE expires_at_s <= ? AND status <> 'queued' "
         "ORDER BY expires_at_s LIMIT ?"
     )
-    for owner, response_id in connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall():
-        _forget(connection, owner, response_id, in_use)
+    expired = connection.execute(query, (change.now_s, MAX_EXPIRED)).fetchall()
+    removed = [
+        key for owner, response_id in expired for key in _forget(connection, owner, response_id, in_use)
+    ]
     idempotency_table.expire(connection, change.now_s, MAX_EXPIRED)
+    return removed
 
 
 def has_expired(connection: Connection, now_s: float) -> bool:
@@ -187,8 +205,8 @@ def _turn_of(connection: Connection, owner: str, response_id: str) -> str | None
     return turn_id
 
 
-def _forget(connection: Connection, owner: str, response_id: str, in_use: Collection[str]) -> None:
+def _forget(connection: Connection, owner: str, response_id: str, in_use: Collection[str]) -> list[TurnKey]:
     turn_id = _turn_of(connection, owner, response_id)
     connection.execute(f"DELETE FROM responses WHERE {_THIS}", (owner, response_id))
     idempotency_table.forget(connection, owner, response_id)
-    turns_table.collect(connection, owner, turn_id, in_use)
+    return turns_table.collect(connection, owner, turn_id, in_use)

@@ -35,6 +35,7 @@ from pensieve_jax.history.server_tables.changes import (
     ItemRow,
     UpdateConversation,
 )
+from pensieve_jax.history.store import TurnKey
 
 ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
 THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"
@@ -129,8 +130,11 @@ def update(connection: Connection, change: UpdateConversation) -> None:
     )
 
 
-def delete(connection: Connection, change: DeleteConversation, in_use: Collection[str]) -> None:
-    """Delete a conversation, or as much of it as one change may: its first items, and its head."""
+def delete(connection: Connection, change: DeleteConversation, in_use: Collection[str]) -> list[TurnKey]:
+    """Delete a conversation, or as much of it as one change may: its first items, and its head.
+
+    Returns removed turns.
+    """
     key = (change.owner, change.conversation_id)
     head = _head(connection, key)
     last = _last_of_a_portion(connection, key)
@@ -142,7 +146,7 @@ def delete(connection: Connection, change: DeleteConversation, in_use: Collectio
     else:
         connection.execute(f"{items} AND position <= ?", (*key, last))
         connection.execute(_CLEAR_HEAD, key)
-    turns_table.collect(connection, change.owner, head, in_use)
+    return turns_table.collect(connection, change.owner, head, in_use)
 
 
 def append_items(connection: Connection, change: AppendItems) -> None:
@@ -161,15 +165,18 @@ def append_items(connection: Connection, change: AppendItems) -> None:
         )
 
 
-def delete_item(connection: Connection, change: DeleteItem, in_use: Collection[str]) -> None:
-    """Remove an item. The conversation also releases its head, whose tokens may contain the item."""
+def delete_item(connection: Connection, change: DeleteItem, in_use: Collection[str]) -> list[TurnKey]:
+    """Remove an item, and return removed turns.
+
+    The conversation also releases its head, whose tokens may contain the item.
+    """
     find_item(connection, change.owner, change.conversation_id, change.item_id)
     key = (change.owner, change.conversation_id)
     head = _head(connection, key)
     query = "DELETE FROM items WHERE owner = ? AND conversation_id = ? AND item_id = ?"
     connection.execute(query, (*key, change.item_id))
     connection.execute(_CLEAR_HEAD, key)
-    turns_table.collect(connection, change.owner, head, in_use)
+    return turns_table.collect(connection, change.owner, head, in_use)
 
 
 def append_turn(

@@ -10,8 +10,9 @@ client that resends everything continues from its KV cache, with the token ids a
 reply, or a second reply to the same message, becomes another branch of the tree.
 
 A reply that ended at a stop string cannot be a parent: its ids contain text that the client never received.
-It becomes part of the new turn. Without a match the whole context is the first turn of a new tree; the engine
-may still find its first chunks in other sequences of the owner.
+It becomes part of the new turn. A turn of text, such as a completion, is always a parent: it has no messages,
+so its ids stay as they are. Without a match the whole context is the first turn of a new tree; the engine may
+still find its first chunks in other sequences of the owner.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownTurnError
 from pensieve_jax.core.outputs import Output
@@ -126,6 +127,19 @@ class ResolvedContext:
         )
         self.index.add(turn, self.epoch)
         return turn
+
+
+class Past(NamedTuple):
+    """What the path to a turn contains.
+
+    Attributes:
+      text_turn: the last turn that was sent as text or ids, such as a completion's; None without one. The
+        path up to it has no messages and stays as it is.
+      messages: the messages of the turns after it, replies included.
+    """
+
+    text_turn: PastTurn | None
+    messages: list[Message]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +255,10 @@ class Resolver:
     ) -> ResolvedContext:
         """Return the new turn of `messages` after the turn `turn_id`.
 
-        If that turn cannot be a parent, render its whole path again as a new tree. This happens if the
-        template renders the path differently now, or if the turn's ids end with a stop string, which no
-        message contains.
+        If that turn cannot be a parent, render the messages of its path again, after its last turn of text or
+        as a new tree. This happens if the template renders the path differently now, or if the turn's ids end
+        with a stop string, which no message contains. A turn of text can always be a parent: it has no
+        messages, so its ids are what the client sent and continues.
 
         Raises UnknownTurnError, and what `resolve` raises.
         """
@@ -255,16 +270,26 @@ class Resolver:
             raise UnknownTurnError(turn_id)
         new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch, token_limit)
         found = None
-        if self._may_follow(parent):
+        if parent.messages is not None and self._may_follow(parent):
             found = self._behind(new, parent, new_messages, by_id=True)
-        return found or self._new_tree(new, (*self.path_messages(owner, turn_id), *new_messages))
+        if found is not None:
+            return found
+        past = self.past(owner, turn_id)
+        messages = [*past.messages, *new_messages]
+        if past.text_turn is None:
+            return self._new_tree(new, messages)
+        return self._after_text(new, past.text_turn, messages)
 
-    def path_messages(self, owner: str, turn_id: str) -> list[Message]:
-        """Return all messages of a turn's path, replies included; raise UnknownTurnError."""
+    def past(self, owner: str, turn_id: str) -> Past:
+        """Return what the path to a turn contains; raise UnknownTurnError."""
+        text_turn: PastTurn | None = None
         messages: list[Message] = []
         for turn in self._index.path(self._index.turn(owner, turn_id)):
-            messages += [*(turn.messages or ()), {"role": "assistant", "content": turn.output_text or ""}]
-        return messages
+            if turn.messages is None:
+                text_turn, messages = turn, []
+            else:
+                messages += [*turn.messages, {"role": "assistant", "content": turn.output_text or ""}]
+        return Past(text_turn, messages)
 
     def with_known_roles(self, messages: Sequence[Message]) -> list[Message]:
         """Replace the role `developer` by `system` if the template does not know developers."""
@@ -331,6 +356,13 @@ class Resolver:
             # the last case the next try, which renders more messages, raises the error.
             return None
         return self._resolved(new, parent, messages, token_ids, by_id=by_id)
+
+    def _after_text(self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message]) -> ResolvedContext:
+        """Return a new turn of chat after a turn of text, whose ids stay as they are, whatever ended it."""
+        token_ids = self._chat_format().turn_token_ids(
+            [_earlier(parent)], messages, token_limit=new.token_limit
+        )
+        return self._resolved(new, parent, messages, token_ids, by_id=True)
 
     def _new_tree(self, new: _NewTurn, messages: Sequence[Message]) -> ResolvedContext:
         token_ids = self._chat_format().turn_token_ids([], messages, token_limit=new.token_limit)

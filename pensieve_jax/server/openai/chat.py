@@ -28,15 +28,17 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.turns.checks import (
+    check_metadata,
     check_model,
     check_num_tokens,
     commit_context,
     context_token_limit,
     template_error,
 )
+from pensieve_jax.server.turns.items import item_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
-from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 
 
@@ -63,6 +65,7 @@ class ChatCompletion:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
+        check_metadata(body.metadata)
         self._messages = body.context()
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
@@ -181,7 +184,10 @@ class ChatCompletion:
         node = context.node
         if not node.durable:
             return None
-        return stored_draft(self._services, self._owner, node.turn_id, context.messages, params)
+        services = self._services
+        echo = completion_echo(services.model_name, params, self._body.metadata)
+        items = map(item_of, context.messages)
+        return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

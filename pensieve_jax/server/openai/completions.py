@@ -33,15 +33,17 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.turns.checks import (
+    check_metadata,
     check_model,
     check_num_tokens,
     context_token_limit,
     previous_response,
     unknown_previous,
 )
+from pensieve_jax.server.turns.items import stored_item
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
 from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
-from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text.token_texts import TokenOffsets
 
@@ -161,6 +163,7 @@ class Completion:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._body = body
+        check_metadata(body.metadata)
         self._prompts = _prompts(body.prompt)
         if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
@@ -299,9 +302,10 @@ class Completion:
         """Return the tree node of a choice, with the record to store with it."""
         draft = None
         if self._body.store:
-            prompt = self._prompts[index]
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else []
-            draft = stored_draft(self._services, self._owner, turn_id, said, params)
+            services, prompt = self._services, self._prompts[index]
+            items = [stored_item("user", [prompt])] if isinstance(prompt, str) else []
+            echo = completion_echo(services.model_name, params, self._body.metadata)
+            draft = stored_draft(self._owner, turn_id, echo, items, services.now_s())
         return TurnNode(
             turn_id=turn_id,
             parent_id=self._parent_id,

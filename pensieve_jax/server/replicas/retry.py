@@ -246,7 +246,7 @@ def stored_outputs(reader: HistoryReader) -> Callable[[TurnSpec], Awaitable[Outp
 
 
 def output_of(view: TurnView, spec: TurnSpec) -> Output:
-    """Return the output of a committed turn; log-probabilities are not stored."""
+    """Return the output of a committed turn, without log-probabilities."""
     usage = view.usage or Usage(
         prompt_tokens=len(spec.prompt_token_ids),
         reused_gpu_tokens=0,

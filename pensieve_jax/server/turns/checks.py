@@ -1,14 +1,14 @@
 """Request checks that several handlers share.
 
-Owns: the checks of the model name and the context length; the lookup of a previous response and its errors.
-It also chooses the field that an error names if the chat template rejects messages, and updates the index and
-the metrics after a turn succeeds.
+Owns: the checks of the model name, the metadata and the context length; the lookup of a previous response and
+its errors. It also chooses the field that an error names if the chat template rejects messages, and updates
+the index and the metrics after a turn succeeds.
 Does not know: request schemas. Called by the handlers of `server.openai` and by `server.operations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError
 from pensieve_jax.core.outputs import Output
@@ -18,6 +18,7 @@ from pensieve_jax.server.http.errors import ApiError, as_api_error, context_too_
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.text.messages import Message
 
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 _ROLES_OF_ALL = ("system", "user", "assistant")  # nearly every chat template accepts these
 
 
@@ -74,6 +75,26 @@ def template_error(error: ChatTemplateError, messages: Sequence[Message], field:
         if one["role"] not in _ROLES_OF_ALL:
             return invalid_value(f"{field}[{index}].role", message)
     return invalid_value(field, message)
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """Raise ApiError 400 for metadata over the limits."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        sentence = f"metadata has {len(metadata)} pairs, but must have at most {MAX_METADATA}."
+        raise invalid_value("metadata", sentence)
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY:
+            sentence = (
+                f"A key of metadata has {len(key)} characters, but must have at most {MAX_METADATA_KEY}."
+            )
+            raise invalid_value("metadata", sentence)
+        if len(value) > MAX_METADATA_VALUE:
+            sentence = (
+                f"metadata.{key} has {len(value)} characters, but must have at most {MAX_METADATA_VALUE}."
+            )
+            raise invalid_value(f"metadata.{key}", sentence)
 
 
 def context_token_limit(services: Services) -> int:

@@ -191,6 +191,8 @@ class StreamOptions(Body):
 class SamplingFields(Body):
     """Request fields that Chat Completions and Completions share, including all sampling fields.
 
+    `metadata` has an effect on stored turns only.
+
     `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM extensions.
     """
 
@@ -202,7 +204,6 @@ class SamplingFields(Body):
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "user",
-            "metadata",
             "safety_identifier",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -225,6 +226,7 @@ class SamplingFields(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     store: bool | None = None
+    metadata: dict[str, str] | None = None
 
     @property
     def num_choices(self) -> int:

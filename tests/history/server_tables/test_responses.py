@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sqlite3
 
+import numpy as np
 import pytest
 
 from pensieve_jax.core.errors import (
@@ -17,7 +18,7 @@ from pensieve_jax.core.errors import (
     UnknownRecordError,
     UnknownTurnError,
 )
-from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.outputs import TokenLogprob, Usage
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, open_store
 from pensieve_jax.history.server_tables import responses_table, server_conversations
@@ -108,6 +109,28 @@ def test_a_response_is_stored_with_its_turn(store, reader):
     assert Usage(**json.loads(record.usage)) == usage
     assert (record.request, record.created_at_s, record.expires_at_s) == ('{"temperature":1}', 990.0, 2000.0)
     assert (record.error, record.job) == (None, None)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_log_probabilities_are_stored_with_the_response(store, reader, background):
+    """In particular: of no token, of tokens with different numbers of alternatives, and not a number."""
+    values = (
+        (),
+        (TokenLogprob(4, -0.5, {4: -0.5, 2**31 - 1: -3.25}), TokenLogprob(5, -np.inf, {})),
+        (TokenLogprob(4, np.float32(-0.1).item(), {}), TokenLogprob(0, -0.0, {3: -1.0})),
+        None,
+    )
+    for logprobs in values:
+        one = turn(logprobs=logprobs)
+        if background:
+            store.apply(QueueResponse(draft=draft(one, background=True), job=b"how to run it"))
+        assert commit(store, one, background=background) == {}
+        record = reader.response("ann", f"resp_{one.turn_id}")
+        assert record.logprobs == logprobs and record.job is None
+    one = turn(logprobs=(TokenLogprob(4, np.nan, {}),))
+    commit(store, one)
+    (found,) = reader.response("ann", f"resp_{one.turn_id}").logprobs
+    assert np.isnan(found.logprob)
 
 
 def test_a_truncated_reply_makes_an_incomplete_response(store, reader):

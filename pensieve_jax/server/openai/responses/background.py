@@ -43,7 +43,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseDraft,
     ResponseRecord,
 )
-from pensieve_jax.server.async_engine import UNANSWERED, AsyncTurn
+from pensieve_jax.server.async_engine import UNANSWERED, AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.admission import MAX_RETRY_AFTER_S
 from pensieve_jax.server.http.errors import (
@@ -58,6 +58,7 @@ from pensieve_jax.server.http.errors import (
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
+from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import head_of, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
@@ -156,7 +157,8 @@ class BackgroundResponses:
             spec, draft = decode_job(record.job)
         except msgspec.DecodeError:
             spec, draft = None, draft_of(record)
-        run = ResponseRun(draft.owner, draft.body_sha256, background=True)
+        new_pieces = partial(ReplyPieces, self._services.tokenizer)
+        run = ResponseRun(draft.owner, draft.body_sha256, new_pieces, background=True)
         run.begin(head_of(record))
         if spec is None:
             sentence = "An earlier release queued this response, and this release cannot run it."
@@ -259,7 +261,7 @@ class BackgroundResponses:
             run.task.cancel()
             await asyncio.wait({run.task})
         try:
-            response = stored_response(await self._read(owner, response_id))
+            response = stored_response(await self._read(owner, response_id), self._services.token_texts)
         except PensieveError as error:
             if run is not None and not run.has_ended:
                 run.fail(as_api_error(error))
@@ -477,7 +479,7 @@ class BackgroundRunner:
         """
         history, owner, response_id = self._services.history, draft.owner, draft.response_id
 
-        def kept() -> tuple[ResponseRecord, Sequence[int]]:
+        def kept() -> tuple[ResponseRecord, tuple[int, ...]]:
             record: ResponseRecord = history.response(owner, response_id)
             turn_id = record.turn_id
             return record, () if turn_id is None else history.turn(owner, turn_id).output_token_ids
@@ -489,9 +491,11 @@ class BackgroundRunner:
             return True
         if record.status == "queued":
             return False
-        run.begin_again()
-        run.take(token_ids)
-        run.end(stored_response(record))
+        reply = AsyncDelta(record.output_text or "", token_ids, record.logprobs)
+        if not run.has_taken(reply):  # another server ran it, or this one before a restart
+            run.begin_again()
+            run.take(reply)
+        run.end(stored_response(record, self._services.token_texts))
         return True
 
     async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
@@ -516,7 +520,7 @@ class BackgroundRunner:
             )
             (turn,) = running.turns
             async for delta in turn:
-                run.take(delta.token_ids)
+                run.take(delta)
             assert turn.output is not None
             return turn.output
         finally:

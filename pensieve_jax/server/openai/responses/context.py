@@ -89,13 +89,12 @@ def request_context(
     find: Callable[[Memory], ResolvedContext] | None = None
     if body.previous_response_id is not None:
         turn_id, past_messages = _previous(services, owner, body, body.previous_response_id)
-        if past_messages is None:
+        messages = [*past_messages, *messages]
+        if turn_id is not None:
             find = _by_turn(
                 services, owner, turn_id, messages, durable, body.previous_response_id, token_limit
             )
             num_tokens = services.resolver.index.num_tokens(owner, turn_id)
-        else:
-            messages = [*_instructions(body.instructions), *past_messages, *messages]
     else:
         messages = [*_instructions(body.instructions), *messages_of(past), *messages]
         if not messages:
@@ -168,24 +167,26 @@ def _conversation(
 
 def _previous(
     services: Services, owner: str, body: ContextFields, response_id: str
-) -> tuple[str, list[Message] | None]:
-    """Return the turn id of a response, and its path's messages or None if the instructions are the same.
+) -> tuple[str | None, list[Message]]:
+    """Return the id of the turn to continue from, if it is known, and the messages between it and the input.
 
-    Instructions are the first message of a context and are not carried over. With other instructions, the
-    messages of the path are another context, which is resolved like any other.
+    With the same instructions it is the response's turn. Instructions are the first message of a context and
+    are not carried over. With others, the messages of the path are another context, which is resolved like
+    any other. But a completion on the path has no messages: its turn stays, and the instructions follow it.
     """
     record = previous_response(services, owner, response_id)
     turn_id = record.turn_id
     assert turn_id is not None
     instructions = json.loads(record.request).get("instructions")
     if (instructions or None) == (body.instructions or None):
-        return turn_id, None
+        return turn_id, []
     try:
-        past = services.resolver.path_messages(owner, turn_id)
+        text_turn, past = services.resolver.past(owner, turn_id)
     except UnknownTurnError:
         raise unknown_previous(response_id) from None
     services.metrics.rebuilt("instructions")
-    return turn_id, past[1:] if instructions else past
+    messages = [*_instructions(body.instructions), *(past[1:] if instructions else past)]
+    return None if text_turn is None else text_turn.turn_id, messages
 
 
 def _by_turn(
@@ -270,7 +271,10 @@ class _KnownItems:
         except UnknownRecordError:
             return
         self._count(len(record.input_items), index)
-        for item in (*json.loads(record.input_items), *stored_response(record)["output"]):
+        for item in (
+            *json.loads(record.input_items),
+            *stored_response(record, self._services.token_texts)["output"],
+        ):
             self._items.setdefault(item["id"], item)
 
     def _count(self, num_characters: int, index: int) -> None:

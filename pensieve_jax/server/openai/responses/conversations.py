@@ -50,9 +50,9 @@ from pensieve_jax.server.openai.responses.retries import (
 from pensieve_jax.server.openai.responses.schemas import (
     MAX_ITEMS_OF_A_POST,
     ItemReference,
-    check_metadata,
     parse_input,
 )
+from pensieve_jax.server.turns.checks import check_metadata
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
 from pensieve_jax.server.workers import WorkEstimate
 

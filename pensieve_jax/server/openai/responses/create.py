@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
@@ -23,8 +24,9 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading
 from pensieve_jax.server.openai.responses.conversations import check_unlocked
-from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream, run_events
+from pensieve_jax.server.openai.responses.events import ResponseStreams, StartedStream
 from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
+from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore, idempotency_key, is_retry
@@ -76,12 +78,19 @@ class ResponseCreation:
         earlier = await self._earlier(request)
         if earlier is not None:
             return await self._answer_again(request, earlier)
-        unlock = self._lock(request)
-        plan, earlier = await self._plan(request, unlock)
+        run = self._keyed_run(request)
+        try:
+            unlock = self._lock(request)
+            plan, earlier = await self._plan(request, unlock)
+        except BaseException as error:
+            self._fail_to_plan(request, run, error)
+            raise
         if earlier is not None:  # the same request arrived in the meantime
             return await self._answer_again(request, earlier)
-        if plan.body.background or plan.key is not None:
-            run = self._run(plan, unlock)
+        if run is None and plan.body.background:
+            run = self._new_run(request)
+        if run is not None:
+            run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
             return await self._follow(request, run)
         response = await self._start(request, plan, unlock)
         if plan.body.stream:
@@ -130,12 +139,31 @@ class ResponseCreation:
             if run is None or run.has_ended:
                 on_undelivered = self._undelivered_callback(request, request.body_sha256, earlier.response_id)
                 if request.body.stream:
-                    return self._stream(await self._streams.kept(earlier), on_undelivered)
-                return json_reply(stored_response(earlier), undelivered=on_undelivered)
+                    return self._stream(await self._streams.stored(earlier), on_undelivered)
+                return json_reply(
+                    stored_response(earlier, self._services.token_texts), undelivered=on_undelivered
+                )
             earlier = run
         return await self._follow(request, earlier)
 
-    # Lock the conversation, and plan the turn
+    # Register a request with a key, lock the conversation, and plan the turn
+
+    def _keyed_run(self, request: CreateRequest) -> ResponseRun | None:
+        """Return the run of a request with a key, which the same request finds from now on; None without one.
+
+        It is registered before the conversation is locked: otherwise the lock would refuse the same request.
+        """
+        if request.key is None:
+            return None
+        run = self._new_run(request)
+        self._idempotency.start(request.call.owner, request.key, run)
+        return run
+
+    def _fail_to_plan(self, request: CreateRequest, run: ResponseRun | None, error: BaseException) -> None:
+        """End the run of a request that cannot be planned, with the error for all requests with its key."""
+        if run is not None and request.key is not None:
+            self._idempotency.end(request.call.owner, request.key)
+            run.fail(as_api_error(error, ENGINE_FIELDS))
 
     def _lock(self, request: CreateRequest) -> Callable[[], None]:
         """Lock the conversation and return the function to unlock it; raise ApiError 409 if it is locked."""
@@ -155,7 +183,7 @@ class ResponseCreation:
         Unlocks the conversation if the plan is not to be run. Raises ApiError and UnknownRecordError.
         """
         call, services = request.call, self._services
-        is_to_run = False
+        is_to_run, earlier = False, None
         try:
             estimate = reading(services, call.owner, request.body, len(call.body))
             plan = await services.run_cpu(
@@ -168,7 +196,8 @@ class ResponseCreation:
                 request.body_sha256,
                 request.key,
             )
-            earlier = await self._earlier(request)
+            if request.key is None:  # a request with a key is registered, so that no other one runs
+                earlier = await self._earlier(request)
             is_to_run = earlier is None
         finally:
             if not is_to_run:
@@ -205,13 +234,11 @@ class ResponseCreation:
 
     # Run a response as a task: in the background, or for all requests with its key
 
-    def _run(self, plan: ResponsePlan, unlock: Callable[[], None]) -> ResponseRun:
-        """Start a response as a task, which its clients then follow."""
-        run = ResponseRun(plan.owner, plan.body_sha256, background=bool(plan.body.background))
-        if plan.key is not None:
-            self._idempotency.start(plan.owner, plan.key, run)
-        run.task = asyncio.ensure_future(self._drive(plan, run, unlock))
-        return run
+    def _new_run(self, request: CreateRequest) -> ResponseRun:
+        """Return the run of a response, which its clients follow once a task drives it."""
+        owner, body_sha256 = request.call.owner, request.body_sha256
+        new_pieces = partial(ReplyPieces, self._services.tokenizer)
+        return ResponseRun(owner, body_sha256, new_pieces, background=bool(request.body.background))
 
     async def _drive(self, plan: ResponsePlan, run: ResponseRun, unlock: Callable[[], None]) -> None:
         """Run until a background response is queued, or until any other response has ended."""
@@ -241,7 +268,7 @@ class ResponseCreation:
             await response.start()
             run.begin(response.head)
             async for delta in response.turn:
-                run.take(delta.token_ids, delta.logprobs)
+                run.take(delta)
             assert response.turn.output is not None
             run.end(response.finish(response.turn.output))
         finally:
@@ -261,7 +288,7 @@ class ResponseCreation:
             self._undelivered_callback(request, run.body_sha256, head.response_id) if run.background else None
         )
         if request.body.stream:
-            return self._stream(run_events(run, head, self._streams.texts), on_undelivered)
+            return self._stream(self._streams.run(run, head), on_undelivered)
         if run.background:
             return json_reply(run.response or head.object("queued"), undelivered=on_undelivered)
         return json_reply(await call.unless_gone(run.result()))

@@ -1,7 +1,7 @@
 """The events of a streamed response, and the streams made of them.
 
-Owns: the event types, their order, numbers and fields, and the end of a stream. Events are made from three
-sources: the deltas of a turn, the tokens of a response that runs as a task, and the ids of a stored response.
+Owns: the event types, their order, numbers and fields, and the end of a stream. All streams are made here,
+from the pieces of a reply: of a running turn, of a response that runs as a task, or of a stored response.
 Does not know: where a response comes from, or HTTP beyond the encoding of an event.
 Called by `ResponseCreation`, `Responses` and `ForegroundResponse`.
 
@@ -13,16 +13,19 @@ without a gap.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Output, TokenLogprob
+from pensieve_jax.core.outputs import Output
 from pensieve_jax.history.server_tables.changes import ResponseRecord
+from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, Piece, ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
@@ -30,11 +33,9 @@ from pensieve_jax.server.openai.responses.response import (
     logprob_objects,
     stored_response,
 )
-from pensieve_jax.server.openai.responses.run import ResponseRun, Token
+from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
-from pensieve_jax.text import Tokenizer
-from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
 REPLAYED_OTHERWISE = ApiError(
@@ -42,15 +43,14 @@ REPLAYED_OTHERWISE = ApiError(
     "replayed_otherwise",
     "The engine restarted and sampled a different reply; retrieve the response again.",
 )
-_TURN_TOKENS: Final = 64
-"""Stored tokens after which a stream yields to other requests: detokenizing them takes some milliseconds."""
 NOT_RUNNING = overloaded("The response is queued and has not started; stream it again later.", 1)
 
 
 class ResponseEvents:
     """An encoder of the events of one response.
 
-    Events up to `starting_after` are counted but encoded as b"".
+    Events up to `starting_after` are counted but encoded as b"". The events of an end without a reply follow
+    `starting_after`, so that every client gets them.
     """
 
     def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
@@ -103,14 +103,20 @@ class ResponseEvents:
 
     def interruption(self, error: ApiError) -> bytes:
         """Return the event for a stream that ends while its response continues."""
+        self._skip_to_client()
         return self._write("error", {"code": error.code, "message": error.message, "param": error.param})
 
     def cancelled(self) -> list[bytes]:
         """Return the events after the last delta of a cancelled response; OpenAI defines no event for it."""
+        self._skip_to_client()
         response = self._head.object("cancelled")
         return [self._write("response.incomplete", {"response": response})]
 
     # Private methods
+
+    def _skip_to_client(self) -> None:
+        """Number the next event after those that the client has, although their deltas are not stored."""
+        self._last_number = max(self._last_number, self._starting_after)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._head.item_id, "output_index": 0, "content_index": 0}
@@ -134,6 +140,7 @@ def failure_object(error: ApiError) -> dict[str, Any]:
 async def turn_events(
     head: ResponseHead,
     turn: TimedTurn,
+    pieces: ReplyPieces,
     texts: TokenTexts,
     *,
     finish: Callable[[Output], Mapping[str, Any]],
@@ -144,21 +151,16 @@ async def turn_events(
     Args:
         head: the head of the response.
         turn: the accepted turn, with no delta consumed yet.
+        pieces: divides its reply.
         texts: texts of tokens for log-probabilities.
         finish: makes the response object from the turn's output.
         delivered: called once the client has the whole response. It is not called after a failure, because
           the turn may be committed nevertheless, before the engine died.
     """
     events = ResponseEvents(head)
-    for data in events.begin(background=False):
-        yield data
     try:
-        waiting: list[TokenLogprob] = []  # for tokens without text so far
-        async for delta in turn:
-            waiting += delta.logprobs or ()
-            if delta.text:
-                yield events.delta(delta.text, logprob_objects(texts, waiting))
-                waiting.clear()
+        async for data in _reply_events(events, _turn_pieces(turn, pieces), texts, background=False):
+            yield data
         assert turn.output is not None
         response = finish(turn.output)
     except (ApiError, PensieveError) as error:
@@ -171,26 +173,12 @@ async def turn_events(
     yield DONE
 
 
-class ReplyTexts(NamedTuple):
-    """The conversion of token ids to the text of a reply.
-
-    Attributes:
-      tokenizer: the model's tokenizer.
-      ending_ids: end-of-sequence ids, which are not part of the text.
-      names: texts of tokens for log-probabilities.
-    """
-
-    tokenizer: Tokenizer
-    ending_ids: Sequence[int]
-    names: TokenTexts
-
-
 async def run_events(
-    run: ResponseRun, head: ResponseHead, texts: ReplyTexts, starting_after: int = -1
+    run: ResponseRun, head: ResponseHead, texts: TokenTexts, starting_after: int = -1
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a response that runs as a task, from the one after `starting_after` on."""
     events = ResponseEvents(head, starting_after)
-    async for data in _token_events(events, run.tokens(), texts, background=run.background):
+    async for data in _reply_events(events, run.pieces(), texts, background=run.background):
         yield data
     for data in _last_events(events, run.response, run.error):
         yield data
@@ -200,14 +188,24 @@ async def run_events(
 async def stored_events(
     head: ResponseHead,
     response: Mapping[str, Any],
-    token_ids: Iterable[int],
-    texts: ReplyTexts,
+    reply: AsyncDelta,
+    pieces: ReplyPieces,
+    texts: TokenTexts,
     starting_after: int = -1,
 ) -> AsyncGenerator[bytes]:
-    """Yield the events of a response that has ended, as a live stream would have had them."""
+    """Yield the events of a response that has ended, as a live stream would have had them.
+
+    Args:
+        head: the head of the response.
+        response: the response object.
+        reply: the whole reply.
+        pieces: divides it.
+        texts: texts of tokens for log-probabilities.
+        starting_after: number of the last event to leave out.
+    """
     events = ResponseEvents(head, starting_after)
     background = bool(head.echo.get("background"))
-    async for data in _token_events(events, _each(token_ids), texts, background=background):
+    async for data in _reply_events(events, _batches(pieces.split(reply)), texts, background=background):
         yield data
     for data in _last_events(events, response, None):
         yield data
@@ -221,14 +219,6 @@ class ResponseStreams:
         """Use the settings, the tokenizer and the history of `services`."""
         self._services = services
 
-    @property
-    def texts(self) -> ReplyTexts:
-        """The conversion of the model's tokens to text."""
-        tokenizer = self._services.tokenizer
-        assert tokenizer is not None, "the routes reject a model without a tokenizer"
-        services = self._services
-        return ReplyTexts(tokenizer, services.engine.info.limits.eos_token_ids, services.token_texts)
-
     def reply(
         self, events: AsyncGenerator[bytes], on_end: Callable[[], Awaitable[None]] | None = None
     ) -> HttpResponse:
@@ -241,15 +231,19 @@ class ResponseStreams:
             on_end=on_end,
         )
 
-    async def kept(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
+    def run(self, run: ResponseRun, head: ResponseHead, starting_after: int = -1) -> AsyncGenerator[bytes]:
+        """Return the events of a response that runs as a task; see `run_events`."""
+        return run_events(run, head, self._services.token_texts, starting_after)
+
+    async def stored(self, record: ResponseRecord, starting_after: int = -1) -> AsyncGenerator[bytes]:
         """Return the events of a stored response, from the one after `starting_after` on."""
-        token_ids: tuple[int, ...] = ()
+        services, reply = self._services, AsyncDelta("", ())
         if record.turn_id is not None:
-            turn = await self._services.read(
-                record.owner, self._services.history.turn, record.owner, record.turn_id
-            )
-            token_ids = turn.output_token_ids
-        return stored_events(head_of(record), stored_response(record), token_ids, self.texts, starting_after)
+            turn = await services.read(record.owner, services.history.turn, record.owner, record.turn_id)
+            reply = AsyncDelta(record.output_text or "", turn.output_token_ids, record.logprobs)
+        pieces = ReplyPieces(services.tokenizer)
+        response = stored_response(record, services.token_texts)
+        return stored_events(head_of(record), response, reply, pieces, services.token_texts, starting_after)
 
 
 class StartedStream:
@@ -267,32 +261,29 @@ class StartedStream:
                 self.has_begun = True
 
 
-async def _token_events(
-    events: ResponseEvents, tokens: AsyncIterator[Token], texts: ReplyTexts, *, background: bool
+async def _reply_events(
+    events: ResponseEvents, batches: AsyncIterator[Sequence[Piece]], texts: TokenTexts, *, background: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the first events, and then one event for each token that adds text."""
+    """Yield the first events, and then one event for each piece; those of a batch are sent together."""
     for data in events.begin(background=background):
         if data:
             yield data
-    detokenizer = IncrementalDetokenizer(texts.tokenizer)
-    waiting: list[TokenLogprob] = []  # for tokens without text so far
-    num_tokens = 0
-    async for token_id, logprob in tokens:
-        num_tokens += 1
-        if num_tokens % _TURN_TOKENS == 0:  # skipped events do no writes that would yield
-            await asyncio.sleep(0)
-        text = "" if token_id in texts.ending_ids else detokenizer.push(token_id)
-        if logprob is not None:
-            waiting.append(logprob)
-        data = events.delta(text, logprob_objects(texts.names, waiting)) if text else b""
-        if text:
-            waiting.clear()
+    async for batch in batches:
+        data = b"".join(events.delta(text, logprob_objects(texts, logprobs)) for text, logprobs in batch)
         if data:
             yield data
-    rest = detokenizer.flush()
-    data = events.delta(rest, logprob_objects(texts.names, waiting)) if rest else b""
-    if data:
-        yield data
+        if len(batch) >= MAX_BATCH:  # skipped events do no writes that would yield
+            await asyncio.sleep(0)
+
+
+async def _turn_pieces(turn: TimedTurn, pieces: ReplyPieces) -> AsyncIterator[Sequence[Piece]]:
+    async for delta in turn:
+        yield list(pieces.split(delta))
+
+
+async def _batches(pieces: Iterable[Piece]) -> AsyncIterator[Sequence[Piece]]:
+    for batch in itertools.batched(pieces, MAX_BATCH):
+        yield batch
 
 
 def _last_events(
@@ -314,8 +305,3 @@ def _last_events(
     else:
         last = events.end(response)
     return [data for data in last if data]
-
-
-async def _each(token_ids: Iterable[int]) -> AsyncIterator[Token]:
-    for token_id in token_ids:
-        yield token_id, None

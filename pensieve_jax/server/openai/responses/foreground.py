@@ -15,6 +15,7 @@ from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.events import turn_events
+from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import ResponseHead, finished_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
@@ -89,8 +90,14 @@ class ForegroundResponse:
 
     def stream(self) -> AsyncGenerator[bytes]:
         """Return the events of the response while its turn runs."""
+        services = self._services
         return turn_events(
-            self.head, self.turn, self._services.token_texts, finish=self.finish, delivered=self.delivered
+            self.head,
+            self.turn,
+            ReplyPieces(services.tokenizer),
+            services.token_texts,
+            finish=self.finish,
+            delivered=self.delivered,
         )
 
     def finish(self, output: Output) -> dict[str, Any]:

@@ -6,14 +6,13 @@ Does not know: how the turn runs, or how the request is answered. Called by `Res
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from typing import Final
 
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.history.server_tables.changes import ConversationAppend, ResponseDraft
+from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
@@ -21,9 +20,9 @@ from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
-from pensieve_jax.server.turns.items import reply_id, with_input_ids
+from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.sampling import sampling_params
-from pensieve_jax.server.turns.stored import LIFETIME_S
+from pensieve_jax.server.turns.stored import stored_draft
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "prompt": "input",
@@ -94,24 +93,16 @@ class ResponsePlan:
         )
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
-        items = json.dumps(with_input_ids(self.context.new_items, turn_id))
-        append, conversation = None, self.context.conversation
-        if conversation is not None:
-            append = ConversationAppend(
-                conversation_id=conversation.conversation_id,
-                expected_version=conversation.version,
-                items=items,
-            )
-        return ResponseDraft(
-            response_id=head.response_id,
-            owner=self.owner,
-            request=json.dumps(head.echo),
-            input_items=items,
-            output_item_id=head.item_id,
-            created_at_s=self._created_at_s,
-            expires_at_s=self._created_at_s + LIFETIME_S,
-            background=bool(self.body.background),
+        conversation = self.context.conversation
+        return stored_draft(
+            self.owner,
+            turn_id,
+            head.echo,
+            self.context.new_items,
+            self._created_at_s,
             body_sha256=self.body_sha256,
-            conversation=append,
+            conversation=None
+            if conversation is None
+            else (conversation.conversation_id, conversation.version),
             idempotency=key_record(self.key, self.body_sha256, self._created_at_s),
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.history.server_tables.changes import ResponseDraft, ResponseRecord
@@ -18,7 +18,7 @@ from pensieve_jax.server.turns.items import Item, output_part
 from pensieve_jax.server.turns.sampling import num_cached_tokens, num_context_tokens, token_sources
 from pensieve_jax.text.token_texts import TokenTexts
 
-_ENDED_WITH_REPLY = ("completed", "incomplete")
+_ENDED_WITH_REPLY: Final = ("completed", "incomplete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,14 +98,18 @@ def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
     )
 
 
-def stored_response(record: ResponseRecord) -> dict[str, Any]:
-    """Return the response object of a stored response."""
+def stored_response(record: ResponseRecord, texts: TokenTexts) -> dict[str, Any]:
+    """Return the response object of a stored response; `texts` are those of the tokens it shows."""
     head = head_of(record)
     if record.status in _ENDED_WITH_REPLY:
         assert record.usage is not None and record.completed_at_s is not None
         usage = Usage(**json.loads(record.usage))
         return head.ended(
-            record.output_text or "", record.finish_reason or "stop", usage, record.completed_at_s
+            record.output_text or "",
+            record.finish_reason or "stop",
+            usage,
+            record.completed_at_s,
+            logprob_objects(texts, record.logprobs or ()),
         )
     error = None if record.error is None else json.loads(record.error)
     return head.object(record.status, error=error)

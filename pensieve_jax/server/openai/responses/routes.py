@@ -17,7 +17,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from pensieve_jax.server.openai.responses.context import reading, request_context
 from pensieve_jax.server.openai.responses.create import ResponseCreation
-from pensieve_jax.server.openai.responses.events import ResponseStreams, run_events
+from pensieve_jax.server.openai.responses.events import ResponseStreams
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
@@ -79,11 +79,11 @@ class Responses:
             run = self.background.run_queued(record)
         if run is not None and run.head is not None and not run.has_ended:
             if streams:
-                return self._streams.reply(run_events(run, run.head, self._streams.texts, starting_after))
+                return self._streams.reply(self._streams.run(run, run.head, starting_after))
             return json_reply(run.head.object("in_progress" if run.is_started else "queued"))
         if streams:
-            return self._streams.reply(await self._streams.kept(record, starting_after))
-        return json_reply(stored_response(record))
+            return self._streams.reply(await self._streams.stored(record, starting_after))
+        return json_reply(stored_response(record, call.services.token_texts))
 
     async def delete(self, call: HttpRequest) -> HttpResponse:
         """Delete a response; cancel it first if it runs."""

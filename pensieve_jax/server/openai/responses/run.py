@@ -3,23 +3,20 @@
 Owns: the state of such a response while it runs, and waking its followers.
 Does not know: HTTP, engines, or how events are encoded. Called by the other modules of `openai.responses`.
 
-A run keeps only the tokens of the reply. The events of its stream are made from them, one for each token that
-adds text, so that event numbers are a function of the tokens. A client that reconnects therefore gets the
-same numbers, even after the end or after a crash.
+A run keeps the pieces of the reply, which are a function of its tokens. The events of its stream are made
+from them, so a client that reconnects gets the same numbers, even after the end or after a crash.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, Piece, ReplyPieces
 from pensieve_jax.server.openai.responses.response import ResponseHead
-
-type Token = tuple[int, TokenLogprob | None]
-"""A token id, with log-probabilities if the request asked for them and the tokens come from a live turn."""
 
 
 class ResponseRun:
@@ -37,8 +34,10 @@ class ResponseRun:
         task: the task that runs it.
     """
 
-    def __init__(self, owner: str, body_sha256: str, *, background: bool) -> None:
-        """Start without a head and without tokens."""
+    def __init__(
+        self, owner: str, body_sha256: str, new_pieces: Callable[[], ReplyPieces], *, background: bool
+    ) -> None:
+        """Start without a head and without tokens; `new_pieces` begins the pieces of a reply."""
         self.owner = owner
         self.body_sha256 = body_sha256
         self.background = background
@@ -48,7 +47,11 @@ class ResponseRun:
         self.response: dict[str, Any] | None = None
         self.error: ApiError | None = None
         self.task: asyncio.Task[None] | None = None
-        self._tokens: list[Token] = []
+        self._new_pieces = new_pieces
+        self._splitter = new_pieces()
+        self._pieces: list[Piece] = []
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
         self._changed = asyncio.Event()
 
     @property
@@ -62,19 +65,24 @@ class ResponseRun:
         self._wake()
 
     def begin_again(self) -> None:
-        """Forget all tokens: a restarted engine samples the reply again from the start with the same seed."""
+        """Forget the reply: a restarted engine samples the reply again from the start with the same seed."""
         self.is_started = False
-        self._tokens = []
+        self._splitter = self._new_pieces()
+        self._pieces = []
+        self._token_ids = []
+        self._texts = []
 
-    def take(self, token_ids: Iterable[int], logprobs: Iterable[TokenLogprob] | None = None) -> None:
-        """Append tokens of the reply, with one log-probability for each token if there are any."""
+    def take(self, delta: AsyncDelta) -> None:
+        """Append a part of the reply."""
         self.is_started = True
-        self._tokens += (
-            [(token_id, None) for token_id in token_ids]
-            if logprobs is None
-            else zip(token_ids, logprobs, strict=True)
-        )
+        self._token_ids += delta.token_ids
+        self._texts.append(delta.text)
+        self._pieces += self._splitter.split(delta)
         self._wake()
+
+    def has_taken(self, reply: AsyncDelta) -> bool:
+        """Return whether the parts so far are this whole reply."""
+        return self._token_ids == list(reply.token_ids) and "".join(self._texts) == reply.text
 
     def end(self, response: dict[str, Any]) -> None:
         """End the run with this response object."""
@@ -102,13 +110,13 @@ class ResponseRun:
             await self._change()
         return self.response
 
-    async def tokens(self) -> AsyncIterator[Token]:
-        """Yield the tokens of the reply from the first one on, until the run ends."""
+    async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+        """Yield the pieces of the reply from the first one on, in batches, until the run ends."""
         position = 0
         while True:
-            while position < len(self._tokens):
-                yield self._tokens[position]
-                position += 1
+            while batch := self._pieces[position : position + MAX_BATCH]:
+                yield batch
+                position += len(batch)
             if self.has_ended:
                 return
             await self._change()

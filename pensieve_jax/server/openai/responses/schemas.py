@@ -16,11 +16,11 @@ from msgspec import Meta
 from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+from pensieve_jax.server.turns.checks import check_metadata
 from pensieve_jax.server.turns.items import Item, stored_item
 from pensieve_jax.server.turns.sampling import MISSPELLED, UNSUPPORTED_SAMPLING, UNSUPPORTED_TEMPLATE, Seed
 from pensieve_jax.server.turns.stored import default_echo
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (
     LOGPROBS,
@@ -188,26 +188,6 @@ def check_create(body: CreateResponse) -> None:
         raise invalid_value(
             "conversation", "conversation needs store: the turn's items would be missing from it."
         )
-
-
-def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """Raise ApiError 400 for metadata over the limits."""
-    if metadata is None:
-        return
-    if len(metadata) > MAX_METADATA:
-        sentence = f"metadata has {len(metadata)} pairs, but must have at most {MAX_METADATA}."
-        raise invalid_value("metadata", sentence)
-    for key, value in metadata.items():
-        if len(key) > MAX_METADATA_KEY:
-            sentence = (
-                f"A key of metadata has {len(key)} characters, but must have at most {MAX_METADATA_KEY}."
-            )
-            raise invalid_value("metadata", sentence)
-        if len(value) > MAX_METADATA_VALUE:
-            sentence = (
-                f"metadata.{key} has {len(value)} characters, but must have at most {MAX_METADATA_VALUE}."
-            )
-            raise invalid_value(f"metadata.{key}", sentence)
 
 
 def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) -> dict[str, Any]:

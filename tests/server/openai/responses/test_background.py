@@ -169,6 +169,36 @@ def test_a_cancelled_response_ends(server, client):
     wait_until(lambda: not server.responses.background._runs)
 
 
+@pytest.mark.parametrize("end", ["cancelled", "failed", "left"])
+def test_a_stream_resumed_after_an_end_without_a_reply_has_that_end(server, client, end):
+    """The deltas are gone, so the end alone follows the last event that the client got."""
+    stream = iter(client.responses.create(input="hi", background=True, stream=True))
+    response_id = next(stream).response.id
+    turn = turn_of(server)
+    feed(server, turn, "hello")
+    last = [next(stream) for _ in range(7)][-1].sequence_number
+    if end == "cancelled":
+        client.responses.cancel(response_id)
+    elif end == "failed":
+        server.on_loop(lambda: turn.fail(StepFailedError("A step failed.")))
+        ended(client, response_id)
+    else:
+        server.on_loop(lambda: (setattr(server.engine, "state", "draining"), turn.finish("cancelled")))
+        wait_until(lambda: not server.responses.background._runs)
+    types = {
+        "cancelled": ["response.incomplete"],
+        "failed": ["error", "response.failed"],
+        "left": ["error"],
+    }
+    for starting_after in (last, last + 100):
+        rest = list(client.responses.retrieve(response_id, stream=True, starting_after=starting_after))
+        numbers = [event.sequence_number for event in rest]
+        assert [event.type for event in rest] == types[end]
+        assert numbers == list(range(starting_after + 1, starting_after + 1 + len(rest)))
+    whole = list(client.responses.retrieve(response_id, stream=True))
+    assert [event.sequence_number for event in whole] == list(range(len(whole)))
+
+
 def test_only_background_responses_are_cancelled(server, client):
     server.on_loop(lambda: setattr(server.engine, "script", lambda turn: (turn.feed("x"), turn.finish())))
     done = client.responses.create(input="hi")

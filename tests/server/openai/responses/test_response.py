@@ -12,6 +12,7 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.openai.responses.response import stored_response, usage_object
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
+from pensieve_jax.text.token_texts import TokenTexts
 
 # `ResponseResource` of Open Responses' schema; the types are those of its fields that are not objects.
 OPEN_RESPONSES = {
@@ -84,7 +85,7 @@ def record(status: str) -> ResponseRecord:
 
 @pytest.mark.parametrize("status", ["queued", "completed", "incomplete", "cancelled", "failed"])
 def test_every_required_field_is_there(status):
-    response = stored_response(record(status))
+    response = stored_response(record(status), TokenTexts(None))
     for name, kind in OPEN_RESPONSES.items():
         assert isinstance(response[name], kind), name
     assert "user" not in response  # a null would be against OpenAI's schema

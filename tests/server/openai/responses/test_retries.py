@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +13,10 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError
+from pensieve_jax.server.openai.responses.context import request_context
 from pensieve_jax.server.openai.responses.retries import UNDELIVERED_LIFETIME_S, IdempotencyStore, TtlCache
+from pensieve_jax.server.workers import WorkEstimate
+from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
 from tests.server.openai.responses.test_background import feed, turn_of, wait_until
@@ -200,7 +204,7 @@ def test_a_retry_gets_a_response_that_was_committed_before_its_stream_failed(ser
     events = []
     for event in ask():
         events.append(event)
-        if event.type == "response.output_text.delta" and len(event.delta) == 3:
+        if event.type == "response.output_text.delta" and event.delta == "l":
             server.on_loop(commit_and_die)
     assert events[-1].type == "response.failed"
     wait_until(lambda: not server.responses.locks)
@@ -384,3 +388,57 @@ def test_a_replaced_value_is_not_dropped():
     assert recent.get("a", 0.0) == 2
     recent.drop("a", 2)
     assert len(recent) == 0
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_same_key_at_once_with_a_conversation_gets_one_response(tmp_path, monkeypatch, background):
+    """Planning takes long here, so the second request arrives while the first one has the lock only."""
+    began, goes_on = threading.Event(), threading.Event()
+    plan = request_context
+
+    def slow(*args, **kwargs):
+        began.set()
+        assert goes_on.wait(TIMEOUT_S)
+        return plan(*args, **kwargs)
+
+    with LiveServer(tmp_path / "history.sqlite", say("hello")) as server, server.client() as client:
+        conversation = client.conversations.create().id
+        is_long = WorkEstimate(True, False)
+        monkeypatch.setattr("pensieve_jax.server.openai.responses.create.reading", lambda *_: is_long)
+        monkeypatch.setattr("pensieve_jax.server.openai.responses.plan.request_context", slow)
+        ask = partial(client.responses.create, input="hi", background=background, extra_headers=keyed())
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(ask, conversation=conversation)
+            assert began.wait(TIMEOUT_S)
+            by_key, asked = server.responses._idempotency.by_key, threading.Event()
+
+            async def noted(*args):
+                asked.set()
+                return await by_key(*args)
+
+            monkeypatch.setattr(server.responses._idempotency, "by_key", noted)
+            second = pool.submit(ask, conversation=conversation)
+            assert asked.wait(TIMEOUT_S)
+            other = pool.submit(client.responses.create, input="ho", conversation=conversation)
+            with pytest.raises(openai.ConflictError) as refused:
+                other.result(TIMEOUT_S)
+            assert refused.value.code == "conversation_locked"
+            goes_on.set()
+            assert first.result(TIMEOUT_S).id == second.result(TIMEOUT_S).id
+        wait_until(lambda: not server.responses.locks)
+        assert len(server.engine.turns) == 1 and not server.responses._idempotency.num_running
+
+
+def test_requests_with_one_key_share_the_error_that_refuses_them(tmp_path):
+    with LiveServer(tmp_path / "history.sqlite", say("hello")) as server, server.client() as client:
+        conversation = client.conversations.create().id
+        ask = partial(client.responses.create, input="hi", extra_headers=keyed())
+        server.on_loop(lambda: server.responses.locks.add(("", conversation)))
+        for _ in range(2):
+            with pytest.raises(openai.ConflictError) as refused:
+                ask(conversation=conversation)
+            assert refused.value.code == "conversation_locked"
+        server.on_loop(server.responses.locks.clear)
+        with pytest.raises(openai.NotFoundError):
+            ask(previous_response_id="resp_" + "0" * 32)
+        assert ask(conversation=conversation).output_text == "hello", "the key was not used up"
