@@ -26,31 +26,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple, NoReturn
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.tokenizer import Tokenizer
 
 _PLACEHOLDER: Final = "ReplyStandsHere"
-# Errors that a template's expression may raise beside Jinja's own (None + "x", missing["key"], 1 / 0).
-_EXPRESSION_ERRORS: Final = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 
 
 class EarlierTurn(NamedTuple):
@@ -80,13 +65,7 @@ class ChatFormat:
             )
         self._tokenizer = tokenizer
         self._now = now
-        try:
-            self._template = _environment().from_string(tokenizer.chat_template)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(
-                f"The chat template is not valid Jinja ({error})",
-                "correct chat_template in the model directory",
-            ) from error
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
 
     def turn_token_ids(
         self,
@@ -114,7 +93,7 @@ class ChatFormat:
         chat_turns = turns[without_messages[-1] + 1 :] if without_messages else turns
         if chat_turns:
             return self._later_turn(chat_turns, messages, exact_only, token_limit)
-        text = self._render(messages, self._now(), generation_prompt=True)
+        text = self._template.render(messages, self._now(), generation_prompt=True)
         if not turns:
             return self._tokenizer.encode(text, add_bos=True, token_limit=token_limit)
         text = text.removeprefix(self._tokenizer.bos_token or "")
@@ -154,8 +133,8 @@ class ChatFormat:
         """
         shared, now = check_messages(messages), self._now()
         next_message = {"role": "user", "content": _placeholder(shared)}
-        text = self._render(shared, now, generation_prompt=False)
-        longer = self._render([*shared, next_message], now, generation_prompt=True)
+        text = self._template.render(shared, now, generation_prompt=False)
+        longer = self._template.render([*shared, next_message], now, generation_prompt=True)
         if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
             raise ChatTemplateError(
                 "The chat template cannot share these messages, since it does not render them before the "
@@ -193,9 +172,9 @@ class ChatFormat:
         for turn in turns:
             past += [*(turn.messages or ()), reply]
         now = self._now()
-        before_reply = self._render(past[:-1], now, generation_prompt=True)
-        with_reply = self._render(past, now, generation_prompt=False)
-        whole = self._render([*past, *new_messages], now, generation_prompt=True)
+        before_reply = self._template.render(past[:-1], now, generation_prompt=True)
+        with_reply = self._template.render(past, now, generation_prompt=False)
+        whole = self._template.render([*past, *new_messages], now, generation_prompt=True)
         lead, found, closing = with_reply[len(before_reply) :].partition(placeholder)
         # White space in between belongs to the reply: a template may trim it, but the sampled ids have it.
         if not with_reply.startswith(before_reply) or not found or lead.strip():
@@ -245,75 +224,12 @@ class ChatFormat:
         # A template may write a space before its end marker, which the reply then lacks.
         return bool(spelled) and written in (turn.output_text + spelled, turn.output_text + spelled.lstrip())
 
-    def _render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=generation_prompt,
-                bos_token=self._tokenizer.bos_token or "",
-                eos_token=self._tokenizer.eos_token or "",
-                strftime_now=now.strftime,
-            )
-        except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
-            raise ChatTemplateError(
-                f"The chat template cannot render these messages ({error})",
-                "change their roles or order to what the template allows, or send text with generate",
-            ) from error
-
 
 class _Rendering(NamedTuple):
     """Text after the last reply: its closing text, then the new messages and the generation prompt."""
 
     closing: str
     behind: str
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}`, a marker for training that renders as its contents."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares a set of the instance
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its contents."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which `message.role` does not raise and catch an exception each time."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look for keys before attributes where the result is the same as the base class's."""
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
-        return super().getattr(obj, attribute)
-
-
-def _environment() -> jinja2.Environment:
-    """Return Jinja as chat templates expect it; sandboxed, since a template comes with a download."""
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Convert to JSON without escaping HTML as Jinja's own filter does; models were not trained on that."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 def _no_prefix(reason: str) -> NoReturn:

@@ -18,6 +18,15 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.text.tokenizer import Tokenizer
 
 _BYTE_SPECIALS: Final = ("<bos>", "<eos>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>")
+_TOKEN_NAMES: Final = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 CHAT_TEMPLATE: Final = """\
 {{ bos_token }}
 {%- for message in messages %}
@@ -36,9 +45,9 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
     """Return the tokenizer of a model directory, or None if it has none.
 
     Reads `tokenizer.json`, or else `vocab.json` with `merges.txt` (byte-level BPE, as OPT's checkpoints
-    have); `tokenizer_config.json` and `special_tokens_map.json` for bos, eos and `add_bos_token`; the chat
-    template from `chat_template.jinja` or else `tokenizer_config.json`. Raises ConfigError naming the
-    unreadable file.
+    have); `tokenizer_config.json` and `special_tokens_map.json` for named special tokens and
+    `add_bos_token`; the chat template from `chat_template.jinja` or else `tokenizer_config.json`. Raises
+    ConfigError naming the unreadable file.
     """
     folder = Path(directory)
     config = _read_json(folder / "tokenizer_config.json")
@@ -53,12 +62,14 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
     listed = [_content(token) for token in special_tokens.values()]
     known = [token for token in listed if token and backend.token_to_id(token) is not None]
     backend.add_special_tokens(known)
+    named = {name: _content(config.get(name, special_tokens.get(name))) for name in _TOKEN_NAMES}
     return Tokenizer(
         backend,
-        bos_token=_content(config.get("bos_token", special_tokens.get("bos_token"))),
-        eos_token=_content(config.get("eos_token", special_tokens.get("eos_token"))),
+        bos_token=named.pop("bos_token"),
+        eos_token=named.pop("eos_token"),
         wants_bos=config.get("add_bos_token"),
         chat_template=_chat_template(folder, config),
+        other_tokens={name: token for name, token in named.items() if token is not None},
     )
 
 
