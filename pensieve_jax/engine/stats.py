@@ -26,6 +26,8 @@ def _no_counts(bounds: tuple[float, ...]) -> list[int]:
 class EngineStats:
     """Counters since the start; the tokens of a turn, as in its `usage`, are counted when it finishes.
 
+    `num_turns_rewritten` counts finished turns that replaced computed tokens of earlier turns.
+
     `history_*_tokens` count returning turns only: history tokens that were computed before, in total and
     those reused from each tier. `step_tokens_counts` and `commit_s_counts` are histograms: each element
     counts steps or commits up to one of the bounds above and over the previous bound, the last element those
@@ -41,6 +43,7 @@ class EngineStats:
     num_turns_finished: int = 0
     num_turns_cancelled: int = 0
     num_turns_failed: int = 0
+    num_turns_rewritten: int = 0
     prompt_tokens: int = 0
     reused_gpu_tokens: int = 0
     swapped_in_tokens: int = 0

@@ -217,6 +217,10 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "num_suspensions": ("vllm:num_preemptions", "Turns taken out of the batch under memory pressure."),
     "num_turns_cancelled": ("pensieve:turns_cancelled", "Turns that were cancelled."),
     "num_turns_failed": ("pensieve:turns_failed", "Turns that failed with their step."),
+    "num_turns_rewritten": (
+        "pensieve:turns_rewritten",
+        "Turns before which the chat template wrote earlier ones differently, so that a part was recomputed.",
+    ),
     "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose KV cache was dropped."),
     "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks swapped out on demand to free a page."),
     "num_lost_copies": (
