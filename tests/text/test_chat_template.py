@@ -26,7 +26,7 @@ def rendered(template: str, messages: list[dict[str, Any]] = MESSAGES, **tokens:
     tokens = tokens or {"bos_token": "<s>", "other_tokens": {"pad_token": "<pad>"}}
     tokenizer = Tokenizer(backend(), eos_token="</s>", chat_template=template, **tokens)
     chat = ChatFormat(tokenizer, now=lambda: datetime(2031, 1, 2))
-    return "".join(CHARACTERS[i] for i in chat.turn_token_ids([], messages))
+    return "".join(CHARACTERS[i] for i in chat.token_ids(messages))
 
 
 @pytest.mark.parametrize(
