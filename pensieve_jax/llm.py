@@ -266,12 +266,20 @@ class LLM:
         self.engine.expire_idle()
         return self.engine.conversations.listing()
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> None:
-        """Keep only the first `num_tokens` tokens of a conversation, to edit and regenerate from there.
+    def truncate(
+        self, conversation_id: str, num_tokens: int | None = None, *, num_turns: int | None = None
+    ) -> None:
+        """Keep only the first tokens or turns of a conversation, to edit and regenerate from there.
+
+        Args:
+          conversation_id: the conversation.
+          num_tokens: number of leading tokens to keep.
+          num_turns: number of turns to keep, instead of `num_tokens`. The context is that at the end of the
+            last of them, even if the chat template wrote it differently for later turns.
 
         Raises UnknownConversationError, ConversationBusyError or InvalidRequestError.
         """
-        self.engine.truncate(conversation_id, num_tokens)
+        self.engine.truncate(conversation_id, num_tokens, num_turns=num_turns)
 
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:
         """Create a conversation from all of another one, or from its first `num_tokens` tokens.

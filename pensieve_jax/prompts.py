@@ -92,12 +92,12 @@ class PromptEncoder:
         params = sampling_params or SamplingParams()
         if prefix is not None:
             return self._chat_after(prefix, new_messages, params, conversation_id, field)
-        earlier = self._earlier_turns(conversation_id)
+        earlier, known = self._earlier_turns(conversation_id)
         num_held = num_messages_held(earlier, new_messages)
         if num_held:
             _refuse_resent(field, new_messages, num_held, f"conversation {conversation_id!r}")
-        token_ids = self._format().turn_token_ids(earlier, new_messages)
-        return TurnSpec(token_ids, params, conversation_id, new_messages)
+        keep, token_ids = self._format().turn_prompt(earlier, known, new_messages)
+        return TurnSpec(token_ids, params, conversation_id, new_messages, keep=keep)
 
     def turns(
         self,
@@ -172,7 +172,7 @@ class PromptEncoder:
         if shared and new_messages[: len(shared)] == shared:
             _refuse_resent(field, new_messages, len(shared), "the prefix")
         messages = (*shared, *new_messages)
-        token_ids = self._format().turn_token_ids([], messages)
+        token_ids = self._format().token_ids(messages)
         num_shared = len(prefix.token_ids)
         if len(token_ids) <= num_shared or tuple(token_ids[:num_shared]) != prefix.token_ids:
             raise InvalidRequestError(
@@ -192,17 +192,20 @@ class PromptEncoder:
             self._chat_format = ChatFormat(self._tokenizer)
         return self._chat_format
 
-    def _earlier_turns(self, conversation_id: str | None) -> list[EarlierTurn]:
+    def _earlier_turns(self, conversation_id: str | None) -> tuple[list[EarlierTurn], list[int]]:
+        """Return the turns of a conversation and its tokens."""
         if conversation_id is None:
-            return []
+            return [], []
         try:
-            turns = self._conversations().record(conversation_id).turns
+            record = self._conversations().record(conversation_id)
         except UnknownConversationError:
-            return []
-        return [
-            EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
-            for turn in turns
-        ]
+            return [], []
+        turns, num_tokens = [], 0
+        for turn in record.turns:
+            num_kept = num_tokens if turn.keep is None else turn.keep
+            num_tokens = num_kept + len(turn.prompt_token_ids) + len(turn.output_token_ids)
+            turns.append(EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, num_tokens))
+        return turns, record.token_ids.tolist()
 
 
 def is_messages(prompt: object) -> TypeGuard[Messages]:

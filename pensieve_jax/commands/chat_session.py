@@ -269,10 +269,9 @@ class Chat:
         if not argument.isdecimal() or len(argument) > 20 or int(argument) > len(turns):
             self._say(f"/truncate takes the number of turns to keep, from 0 to {len(turns)}")
             return
-        remaining = turns[: int(argument)]
-        num_tokens = sum(len(turn.prompt_token_ids) + len(turn.output_token_ids) for turn in remaining)
-        self._llm.truncate(self.conversation_id, num_tokens)
-        self._say(f"kept {format_count(len(remaining), 'turn')}, {format_count(num_tokens, 'token')}")
+        self._llm.truncate(self.conversation_id, num_turns=int(argument))
+        num_tokens = len(self._llm.history(self.conversation_id).token_ids)
+        self._say(f"kept {format_count(int(argument), 'turn')}, {format_count(num_tokens, 'token')}")
 
     def _where(self) -> None:
         try:

@@ -96,12 +96,14 @@ def serve(llm: LLM) -> list[DemoTurn]:
     for index in range(num_rounds):
         texts = [CONVERSATIONS[name].messages[index] for name in names]
         messages = [[*([] if index else [system]), {"role": "user", "content": text}] for text in texts]
-        prompts = [
-            template.turn_token_ids(earlier[name], one) for name, one in zip(names, messages, strict=True)
-        ]
+        histories = [tuple(llm.history(name).token_ids.tolist()) if index else () for name in names]
+        prompts = []
+        for name, one, history in zip(names, messages, histories, strict=True):
+            keep, ids = template.turn_prompt(earlier[name], history, one)
+            assert keep == len(history), "the template of the chat model appends only"
+            prompts.append(ids)
         shared = [] if index else common_beginning(prompts)
         tiers = [tuple(chunk.tier for chunk in llm.explain(name).chunks) if index else () for name in names]
-        histories = [tuple(llm.history(name).token_ids.tolist()) if index else () for name in names]
         outputs = llm.generate(
             [ids[len(shared) :] for ids in prompts],
             params,
@@ -113,7 +115,8 @@ def serve(llm: LLM) -> list[DemoTurn]:
         ):
             params_of = CONVERSATIONS[name].params
             turns.append(DemoTurn(name, index + 1, text, history, tuple(ids), params_of, output, found))
-            earlier[name].append(EarlierTurn(sent, output.text, output.token_ids, output.finish_reason))
+            num_tokens = len(history) + len(ids) + len(output.token_ids)
+            earlier[name].append(EarlierTurn(sent, output.text, output.token_ids, num_tokens))
         say_progress(f"turn {index + 1} of {num_rounds} of {len(names)} conversations is answered")
     return turns
 

@@ -8,6 +8,7 @@ Called by: engines, and code that takes conversation names from callers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -29,6 +30,8 @@ class Conversation:
       num_turns: number of committed turns.
       head: the last committed turn of the history; None without one, or if callers place turns.
       one_off: whether it stays out of the history; its state is freed when its only turn ends.
+      replaced: ids at the end of the history that the turn in progress replaces; see `replace_from`.
+      num_replaced_computed: number of these whose KV was computed once.
     """
 
     conversation_id: str
@@ -38,13 +41,41 @@ class Conversation:
     num_turns: int = 0
     head: str | None = None
     one_off: bool = False
+    replaced: list[int] = field(default_factory=list)
+    num_replaced_computed: int = 0
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Number of ids of the committed turns, including those that the turn in progress replaces."""
+        return self.num_history_tokens + len(self.replaced)
+
+    @property
+    def committed_token_ids(self) -> list[int]:
+        """All ids of the committed turns, whatever the turn in progress replaces."""
+        return self.token_ids[: self.num_history_tokens] + self.replaced
+
+    def replace_from(self, num_tokens: int) -> None:
+        """Begin a turn that keeps the first `num_tokens` ids of the history and replaces the others.
+
+        Until the turn is committed, they count as history no more; `rollback` restores them.
+        """
+        self.replaced = self.token_ids[num_tokens : self.num_history_tokens]
+        del self.token_ids[num_tokens:]
+        self.num_history_tokens = num_tokens
+        self.num_replaced_computed = max(self.num_computed_tokens - num_tokens, 0)
+        self.num_computed_tokens -= self.num_replaced_computed
 
     def rollback(self) -> None:
         """Remove the turn in progress, as if it had never been sent."""
         del self.token_ids[self.num_history_tokens :]
+        self.token_ids += self.replaced
+        self.num_history_tokens += len(self.replaced)
+        self.num_computed_tokens += self.num_replaced_computed
+        self.replaced, self.num_replaced_computed = [], 0
 
     def commit(self) -> None:
         """Make the turn in progress history. The last token of its reply has no KV yet."""
+        self.replaced, self.num_replaced_computed = [], 0
         self.num_history_tokens = len(self.token_ids)
         self.num_computed_tokens = max(self.num_history_tokens - 1, 0)
         self.num_turns += 1
@@ -55,6 +86,13 @@ class Conversation:
         self.num_history_tokens = num_tokens
         self.num_computed_tokens = min(self.num_computed_tokens, num_tokens)
         self.num_turns = num_turns
+
+    def extend_history(self, token_ids: Sequence[int]) -> None:
+        """Append tokens of committed turns whose KV was computed once, but for the last one."""
+        if token_ids:
+            self.token_ids += token_ids
+            self.num_history_tokens = len(self.token_ids)
+            self.num_computed_tokens = self.num_history_tokens - 1
 
 
 def is_conversation_id(value: object) -> TypeGuard[str]:

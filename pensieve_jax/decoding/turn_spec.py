@@ -32,6 +32,8 @@ class TurnSpec:
       prefix: the beginning of the conversation, before the prompt; on a first turn only.
       node: the turn's position in the tree of turns, given by callers that place turns themselves, without
         a `conversation_id`. None: after the last turn of its conversation.
+      keep: number of leading tokens of the earlier turns that stay in this turn's context; the prompt
+        replaces the others. None keeps all.
     """
 
     prompt_token_ids: Sequence[int]
@@ -40,6 +42,7 @@ class TurnSpec:
     messages: tuple[Message, ...] | None = None
     prefix: SharedPrefix | None = None
     node: TurnNode | None = None
+    keep: int | None = None
 
     @property
     def num_new_tokens(self) -> int:

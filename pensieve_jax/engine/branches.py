@@ -20,7 +20,7 @@ from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.engine.chunk_index import ChunkIndex
-from pensieve_jax.engine.live import Branch, TurnEnd
+from pensieve_jax.engine.live import Branch, TurnEnd, replace_tokens
 from pensieve_jax.history import HistoryStore
 
 type Parent = tuple[str, str, bool]
@@ -34,12 +34,14 @@ class TurnPosition(NamedTuple):
       branch: a branch in memory with that path; None if the path comes from the history or is empty.
       path: the turns on the path by id, in order.
       token_ids: all tokens of the path.
+      num_shared: number of leading tokens whose KV cache `branch` can have.
       last_active_s: for a path from the history, when its last turn was committed.
     """
 
     branch: Branch | None
     path: dict[str, TurnEnd]
     token_ids: list[int]
+    num_shared: int = 0
     last_active_s: float = 0.0
 
 
@@ -123,24 +125,39 @@ class BranchTable:
         prompt: Sequence[int],
         *,
         twin: Branch | None,
-        has_twins: bool,
+        keep: int | None,
     ) -> tuple[Branch, TurnOrigin]:
         """Choose or open the branch that a turn will run in, without its prompt.
 
-        `twin` is the branch of an earlier turn of the same call with the same parent and prompt. `has_twins`
-        tells that there are several such turns: they share the chunks of the prompt, and the first to run
-        computes them.
+        `twin` is the branch of an earlier turn of the same call with the same parent, prompt and `keep`. A
+        branch that was in memory still has all tokens of the path; a new one has replaced those from `keep`
+        on.
         """
-        branch, origin = self._begin(node, place, prompt, twin)
-        num_shared = len(place.token_ids) + len(prompt) - 1  # the last token must stay to be computed
-        if has_twins and twin is None and self._shares_state:
-            self._cache.prepare_fork(branch.sequence, num_shared)
+        num_kept = len(place.token_ids) if keep is None else keep
+        branch, origin = self._begin(node, place, prompt, twin, num_kept)
         self._running.add(node.turn_id)
         return branch, origin
 
-    def settled(self, branch: Branch, node: TurnNode) -> None:
-        """Add an answered turn to its branch; its tokens are history now."""
+    def replace_from(self, branch: Branch, num_tokens: int) -> None:
+        """Index no chunk of a branch from this token on, since its turn in progress replaces it."""
+        self._chunks.cut(branch, num_tokens // self._cache.chunk_tokens)
+
+    def prepare_twins(self, branch: Branch, num_prompt: int) -> None:
+        """Let the turns that will fork this branch share all its tokens and the first prompt to run.
+
+        The last of the `num_prompt` tokens of their prompt is not shared, since each turn must compute it.
+        """
+        if self._shares_state:
+            num_history = branch.conversation.num_history_tokens
+            self._cache.prepare_fork(branch.sequence, num_history + num_prompt - 1)
+
+    def settled(self, branch: Branch, node: TurnNode, keep: int, replaced: Sequence[int]) -> None:
+        """Add an answered turn to its branch; its tokens are history now.
+
+        They have `replaced` those of the path from `keep` on.
+        """
         self._running.remove(node.turn_id)
+        replace_tokens(branch.path, keep, replaced)
         branch.path[node.turn_id] = TurnEnd(branch.conversation.num_history_tokens, node.durable)
         self._by_turn.setdefault((branch.owner, node.turn_id), {})[branch] = None
         if self._shares_state:
@@ -149,18 +166,21 @@ class BranchTable:
     def withdrawn(self, branch: Branch, node: TurnNode, origin: TurnOrigin) -> bool:
         """Remove a turn that failed or was cancelled; returns whether its branch existed only for it."""
         self._running.remove(node.turn_id)
+        if self._shares_state:
+            self._chunks.enter(branch)  # what the turn would have replaced
         tip = branch.tip
         return tip is None or (origin.kind != "extended" and len(self._by_turn[branch.owner, tip]) > 1)
 
     def cut(self, branch: Branch, turn_id: str) -> None:
         """Remove the turns after `turn_id` from an idle branch, with their KV cache."""
-        kept = _until(branch.path, turn_id)
+        kept, context = branch.path_to(turn_id), branch.context_of(turn_id)
+        num_shared = branch.path[turn_id].num_shared
         self._leave(branch, [name for name in branch.path if name not in kept])
-        branch.path = kept
-        num_tokens = kept[turn_id].num_tokens
         self._chunks.leave(branch)
-        branch.conversation.truncate(num_tokens, len(kept))
-        self._cache.truncate(branch.sequence, num_tokens)
+        branch.path = kept
+        branch.conversation.truncate(num_shared, len(kept))
+        branch.conversation.extend_history(context[num_shared:])  # what a removed turn had replaced
+        self._cache.truncate(branch.sequence, num_shared)
         if self._shares_state:
             self._chunks.enter(branch)
 
@@ -191,29 +211,34 @@ class BranchTable:
                 raise InvalidRequestError("durable", durable, limit)
             if end.durable and not self._store.has_turn(owner, parent_id):  # its response was deleted
                 raise UnknownTurnError(parent_id)
-            return TurnPosition(branch, _until(branch.path, parent_id), branch.known_tokens[: end.num_tokens])
+            num_shared = min(end.num_shared, branch.conversation.num_history_tokens)
+            return TurnPosition(branch, branch.path_to(parent_id), branch.context_of(parent_id), num_shared)
         record = self._store.load_turn(owner, parent_id)
-        path, num_tokens = {}, 0
+        path: dict[str, TurnEnd] = {}
+        token_ids: list[int] = []
         for turn in record.turns:
-            num_tokens += len(turn.prompt_token_ids) + len(turn.output_token_ids)
-            path[turn.turn_id] = TurnEnd(num_tokens, True)
-        return TurnPosition(None, path, record.token_ids.tolist(), record.last_active_s)
+            if turn.keep is not None:
+                replace_tokens(path, turn.keep, token_ids[turn.keep :])
+                del token_ids[turn.keep :]
+            token_ids += turn.prompt_token_ids + turn.output_token_ids
+            path[turn.turn_id] = TurnEnd(len(token_ids), True)
+        return TurnPosition(None, path, token_ids, last_active_s=record.last_active_s)
 
     def _begin(
-        self, node: TurnNode, place: TurnPosition, prompt: Sequence[int], twin: Branch | None
+        self, node: TurnNode, place: TurnPosition, prompt: Sequence[int], twin: Branch | None, num_kept: int
     ) -> tuple[Branch, TurnOrigin]:
-        num_history = len(place.token_ids)
         if twin is not None:
-            num_context = num_history + len(prompt) - 1
-            return self._open(node, place, twin, num_context), TurnOrigin("forked", num_context)
+            num_context = num_kept + len(prompt) - 1
+            return self._open(node, place, twin, num_context, num_kept), TurnOrigin("forked", num_context)
         parent = place.branch
         if parent is not None and not parent.busy and parent.tip == node.parent_id:
-            return parent, TurnOrigin("extended", num_history)
-        found = self.longest(node.owner, [*place.token_ids, *prompt])
+            return parent, TurnOrigin("extended", num_kept)
+        found = self.longest(node.owner, [*place.token_ids[:num_kept], *prompt])
         source, num_found = (None, 0) if found is None else found
-        if parent is not None and num_found < num_history:
-            source, num_found = parent, num_history
-        branch = self._open(node, place, source, num_found)
+        num_shared = min(place.num_shared, num_kept)
+        if parent is not None and num_found < num_shared:
+            source, num_found = parent, num_shared
+        branch = self._open(node, place, source, num_found, num_kept)
         if parent is not None:
             return branch, TurnOrigin("forked", num_found)
         if node.parent_id is not None:
@@ -221,8 +246,13 @@ class BranchTable:
             return branch, TurnOrigin("loaded", num_found)
         return branch, TurnOrigin("chunks" if num_found else "new", num_found)
 
-    def _open(self, node: TurnNode, place: TurnPosition, source: Branch | None, num_tokens: int) -> Branch:
-        """Open a branch with the turns of the path, sharing the first `num_tokens` tokens of a source."""
+    def _open(
+        self, node: TurnNode, place: TurnPosition, source: Branch | None, num_tokens: int, num_kept: int
+    ) -> Branch:
+        """Open a branch with the turns of the path, sharing the first `num_tokens` tokens of a source.
+
+        Its turn replaces the tokens of the path from `num_kept` on.
+        """
         self._num_opened += 1
         name = f"\0branch-{self._num_opened}"  # never a caller's id: those have no NUL
         num_history = len(place.token_ids)
@@ -233,6 +263,8 @@ class BranchTable:
             num_computed_tokens=max(num_history - 1, 0),
             num_turns=len(place.path),
         )
+        if num_kept < num_history:
+            conversation.replace_from(num_kept)
         branch = Branch(
             conversation, self._begin_with(name, source, num_tokens), owner=node.owner, path=place.path
         )
@@ -241,7 +273,8 @@ class BranchTable:
             self._by_turn.setdefault((branch.owner, turn_id), {})[branch] = None
         if self._shares_state:
             if place.branch is not None:
-                self._chunks.share(branch, place.branch, num_history // self._cache.chunk_tokens)
+                num_shared = min(place.num_shared, num_kept)
+                self._chunks.share(branch, place.branch, num_shared // self._cache.chunk_tokens)
             self._chunks.enter(branch)
         self._enter(branch)
         return branch
@@ -250,9 +283,3 @@ class BranchTable:
         if source is None or not self._shares_state:
             return self._cache.open(name)
         return self._cache.fork(source.sequence, num_tokens, name)
-
-
-def _until(path: dict[str, TurnEnd], turn_id: str) -> dict[str, TurnEnd]:
-    """Return the beginning of a path, up to and including a turn on it."""
-    end = path[turn_id]
-    return {name: before for name, before in path.items() if before.num_tokens <= end.num_tokens}

@@ -62,7 +62,11 @@ class ChunkIndex[C: Indexed]:
 
     def leave(self, conversation: C) -> None:
         """Remove a conversation that leaves memory."""
-        for chunk_hash in conversation.hashes:
+        self.cut(conversation, 0)
+
+    def cut(self, conversation: C, num_chunks: int) -> None:
+        """Index only the first `num_chunks` chunks of a conversation, until it is entered again."""
+        for chunk_hash in conversation.hashes[num_chunks:]:
             owners = self._by_hash[chunk_hash]
             if owners is conversation:
                 del self._by_hash[chunk_hash]
@@ -71,7 +75,7 @@ class ChunkIndex[C: Indexed]:
                 del owners[conversation]
                 if not owners:
                     del self._by_hash[chunk_hash]
-        conversation.hashes = []
+        del conversation.hashes[num_chunks:]
 
     def longest(self, owner: str, tokens: Sequence[int]) -> tuple[C, int] | None:
         """Return the conversation with the most leading full chunks of `tokens`, and their token count."""

@@ -25,7 +25,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.turn_node import check_owner, check_turn_id
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.explanation import DropJournal
-from pensieve_jax.engine.live import Branch, LiveConversation
+from pensieve_jax.engine.live import Branch, LiveConversation, num_equal
 from pensieve_jax.engine.loop import PeriodicSweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
@@ -99,7 +99,7 @@ class ConversationTable:
             return 0
         live = self._current(conversation_id)
         if live is not None:
-            return live.conversation.num_history_tokens
+            return live.conversation.num_committed_tokens
         try:
             return self._store.info(conversation_id).num_tokens
         except UnknownConversationError:
@@ -143,21 +143,35 @@ class ConversationTable:
         check_conversation_id(conversation_id)
         return self._store.load(conversation_id)
 
-    def truncate(self, conversation_id: str, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of the history and of the KV cache.
+    def truncate(
+        self, conversation_id: str, num_tokens: int | None = None, *, num_turns: int | None = None
+    ) -> None:
+        """Keep the first `num_tokens` tokens, or `num_turns` turns, of the history and of the KV cache.
 
-        Raises UnknownConversationError, ConversationBusyError, or InvalidRequestError for a length that the
-        history does not have.
+        Raises UnknownConversationError, ConversationBusyError, or InvalidRequestError unless exactly one of
+        the two is given and the history has as many.
         """
         self._check_idle(conversation_id)
+        if (num_tokens is None) == (num_turns is None):
+            raise InvalidRequestError("num_tokens", num_tokens, "given if num_turns is not, and only then")
         live = self.get(conversation_id)
-        cut = self._store.truncate(conversation_id, num_tokens)
-        num_tokens = int(num_tokens)  # the store also accepts numpy integers
+        if num_tokens is not None:
+            cut = self._store.truncate(conversation_id, num_tokens)
+        else:
+            assert num_turns is not None
+            cut = self._store.truncate_turns(conversation_id, num_turns)
         if cut.head_before != live.conversation.head:  # another replica has changed it since
             self.forget(live)
             return
-        self._cache.truncate(live.sequence, num_tokens)
-        live.conversation.truncate(num_tokens, cut.num_turns)
+        token_ids = live.conversation.token_ids[: cut.num_tokens]
+        if num_turns is not None and cut.head is not None:
+            token_ids = self._store.load(
+                conversation_id
+            ).token_ids.tolist()  # a later turn may have replaced some
+        num_same = num_equal(token_ids, live.conversation.token_ids)
+        self._cache.truncate(live.sequence, num_same)
+        live.conversation.truncate(num_same, cut.num_turns)
+        live.conversation.extend_history(token_ids[num_same:])
         live.conversation.head = cut.head
         self._drops.forget(conversation_id)
 
@@ -175,8 +189,21 @@ class ConversationTable:
         self._forget_ended(new_conversation_id)  # an old one of that id, if another replica has ended it
         source = self._live.get(conversation_id)
         if self._stateful and source is not None and source.conversation.head == cut.head_before:
-            num_known = source.conversation.num_history_tokens if num_tokens is None else int(num_tokens)
+            num_known = source.conversation.num_committed_tokens if num_tokens is None else int(num_tokens)
             self._fork_state(source, new_conversation_id, num_known, cut)
+
+    def replace_from(self, live: LiveConversation, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens of an idle conversation for a turn that replaces the others.
+
+        The KV cache of the others is dropped. The tokens return if the turn is not committed; see
+        `Conversation.replace_from`.
+        """
+        live.conversation.replace_from(num_tokens)
+        self._cache.truncate(live.sequence, num_tokens)
+        name = live.conversation.conversation_id
+        self._drops.forget_from(name, num_tokens // self._cache.chunk_tokens)
+        if isinstance(live, Branch):
+            self.branches.replace_from(live, num_tokens)
 
     def push_out(self, conversation_id: str, max_num_chunks: int | None = None) -> int:
         """Move a conversation's KV cache to host memory ahead of need; returns the number of chunks.
@@ -357,12 +384,16 @@ class ConversationTable:
 
         Both count as active now: the fork's first turn is expected, and a template may be forked again.
         """
-        token_ids = source.conversation.token_ids[:num_tokens]
+        conversation = source.conversation
+        token_ids = conversation.committed_token_ids[:num_tokens]
         fork = Conversation(new_id, token_ids, num_history_tokens=num_tokens, num_turns=cut.num_turns)
         fork.head = cut.head
-        fork.num_computed_tokens = min(source.conversation.num_computed_tokens, num_tokens)
+        num_computed = conversation.num_computed_tokens + conversation.num_replaced_computed
+        fork.num_computed_tokens = min(num_computed, num_tokens)
         self._cache.touch(source.sequence)
-        self._add(LiveConversation(fork, self._cache.fork(source.sequence, num_tokens, new_id)))
+        # A running turn may have replaced what the fork still has.
+        num_shared = min(num_tokens, conversation.num_history_tokens)
+        self._add(LiveConversation(fork, self._cache.fork(source.sequence, num_shared, new_id)))
 
     def _add(self, live: LiveConversation) -> None:
         self._live[live.conversation.conversation_id] = live

@@ -218,9 +218,11 @@ class Engine:
     # Between turns
 
     @change
-    def truncate(self, conversation_id: str, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens of a conversation; see `ConversationTable.truncate`."""
-        self._conversations.truncate(conversation_id, num_tokens)
+    def truncate(
+        self, conversation_id: str, num_tokens: int | None = None, *, num_turns: int | None = None
+    ) -> None:
+        """Keep the first tokens or turns of a conversation; see `ConversationTable.truncate`."""
+        self._conversations.truncate(conversation_id, num_tokens, num_turns=num_turns)
 
     @change
     def fork(self, conversation_id: str, new_conversation_id: str, num_tokens: int | None = None) -> None:

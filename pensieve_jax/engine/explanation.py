@@ -90,10 +90,16 @@ def explain_turn(
     """
     if isinstance(target, Branch):
         conversation, sequence = target.conversation, target.sequence
-        num_tokens = target.path[turn_id].num_tokens
-        num_computed = min(num_tokens, max(sequence.num_kv_tokens, conversation.num_computed_tokens))
-        is_tip = target.tip == turn_id
-        subject = _Subject(turn_id, sequence, num_tokens, num_computed, live=target, is_extended=is_tip)
+        end = target.path[turn_id]
+        num_tokens = end.num_shared + len(end.tail)
+        num_shared = min(end.num_shared, conversation.num_history_tokens)
+        if num_shared < num_tokens:  # a later turn replaces the rest
+            num_chunks = min(num_shared // cache.chunk_tokens, len(sequence.chunks))
+            subject = _Subject(turn_id, sequence, num_tokens, num_tokens - 1, num_borrowed=num_chunks)
+        else:
+            num_computed = min(num_tokens, max(sequence.num_kv_tokens, conversation.num_computed_tokens))
+            is_tip = target.tip == turn_id
+            subject = _Subject(turn_id, sequence, num_tokens, num_computed, live=target, is_extended=is_tip)
     else:
         num_tokens = len(target.token_ids)
         sequence, num_known = CachedSequence(turn_id), 0
@@ -297,6 +303,13 @@ class DropJournal:
     def forget(self, conversation_id: str) -> None:
         """Forget the drops of a conversation that was changed or removed, because they are out of date."""
         self._num_records -= len(self._drops.pop(conversation_id, {}))
+
+    def forget_from(self, conversation_id: str, index: int) -> None:
+        """Forget the drops of a conversation's chunks from this one on, because other tokens replace them."""
+        of_conversation = self._drops.get(conversation_id, {})
+        for later in [one for one in of_conversation if one >= index]:
+            del of_conversation[later]
+            self._num_records -= 1
 
     def move(self, before: str, after: str | None, indices: range) -> None:
         """Move the records of chunks that change their owner; with `after` None, forget the first owner's."""

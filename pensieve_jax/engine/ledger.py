@@ -187,6 +187,7 @@ class TurnLedger:
             chain=b"" if node is None else node.chain,
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
             logprobs=None if reply.logprobs is None else tuple(reply.logprobs),
+            keep=conversation.num_history_tokens if conversation.replaced else None,
         )
 
     def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:
@@ -194,10 +195,12 @@ class TurnLedger:
         request, conversation = reply.request, reply.request.conversation
         # The look-ahead step may have computed one token more than the reply has; discard it.
         del conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
+        replaced = conversation.replaced
+        self._stats.num_turns_rewritten += conversation.num_replaced_computed > 0
         self._loop.settle(request, reply.finish(reason, now_s))
         live = self._live_of(reply)
         if reply.node is not None and isinstance(live, Branch):
-            self._conversations.branches.settled(live, reply.node)
+            self._conversations.branches.settled(live, reply.node, request.num_history_tokens, replaced)
         self._leave(reply, forget=conversation.one_off)
 
     def _roll_back(self, reply: ReplyState, *, forget: bool = False, distrust: bool = False) -> None:

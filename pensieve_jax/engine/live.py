@@ -7,6 +7,7 @@ Called by `ConversationTable`, `BranchTable`, the submission of turns, and the l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,10 +16,17 @@ from pensieve_jax.core.conversation import Conversation
 
 
 class TurnEnd(NamedTuple):
-    """End of a turn, in tokens from the root of its tree, and whether the history has stored the turn."""
+    """The context at the end of a turn on a branch.
 
-    num_tokens: int
+    Attributes:
+      num_shared: number of leading tokens of the branch that the context has.
+      durable: whether the history has stored the turn.
+      tail: the rest of the context, which a later turn on the branch has replaced.
+    """
+
+    num_shared: int
     durable: bool
+    tail: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -51,5 +59,37 @@ class Branch(LiveConversation):
 
     @property
     def known_tokens(self) -> list[int]:
-        """Tokens of all turns on the path."""
+        """Tokens of all turns on the path, without those that the turn in progress replaces."""
         return self.conversation.token_ids[: self.conversation.num_history_tokens]
+
+    def context_of(self, turn_id: str) -> list[int]:
+        """Return all tokens up to the end of a turn on the path."""
+        end = self.path[turn_id]
+        return [*self.conversation.committed_token_ids[: end.num_shared], *end.tail]
+
+    def path_to(self, turn_id: str) -> dict[str, TurnEnd]:
+        """Return the path up to a turn, as that of a branch with the tokens `context_of(turn_id)`."""
+        path: dict[str, TurnEnd] = {}
+        num_shared, _, tail = self.path[turn_id]
+        for name, end in self.path.items():
+            # An earlier turn's context can share more with this one than both share with the branch.
+            if end.tail and end.num_shared == num_shared:
+                num_same = num_equal(end.tail, tail)
+                end = TurnEnd(num_shared + num_same, end.durable, end.tail[num_same:])
+            path[name] = end
+            if name == turn_id:
+                break
+        return path
+
+
+def replace_tokens(path: dict[str, TurnEnd], keep: int, replaced: Sequence[int]) -> None:
+    """Update the path of a branch whose tokens from `keep` on were `replaced` by those of a new turn."""
+    for turn_id, (num_shared, durable, tail) in path.items():
+        if num_shared > keep:
+            path[turn_id] = TurnEnd(keep, durable, (*replaced[: num_shared - keep], *tail))
+
+
+def num_equal(ones: Sequence[int], others: Sequence[int]) -> int:
+    """Return the length of the common beginning of two lists of tokens."""
+    pairs = enumerate(zip(ones, others, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(ones), len(others)))

@@ -169,10 +169,12 @@ class EngineLoop[Step]:
     def withdraw(self, request: Request) -> None:
         """End a turn as if it had never been sent."""
         conversation = request.conversation
+        # KV from here on belongs to the turn's own tokens, even where it replaced tokens of the history.
+        num_valid = conversation.num_history_tokens
         conversation.rollback()
         if self._is_observed(conversation) and conversation.num_history_tokens:
             self.cache.turns.left(request.sequence, conversation.num_history_tokens)
-        self.cache.truncate(request.sequence, conversation.num_history_tokens)
+        self.cache.truncate(request.sequence, num_valid)
         self._leave(request)
 
     def check_integrity(self) -> None:

@@ -27,6 +27,7 @@ class EngineStats:
     """Counters since the start; the tokens of a turn, as in its `usage`, are counted when it finishes.
 
     `num_logits_errors` are those of the failed turns whose logits were not finite.
+    `num_turns_rewritten` counts finished turns that replaced computed tokens of earlier turns.
 
     `history_*_tokens` count returning turns only: history tokens that were computed before, in total and
     those reused from each tier. `step_tokens_counts` and `commit_s_counts` are histograms: each element
@@ -44,6 +45,7 @@ class EngineStats:
     num_turns_cancelled: int = 0
     num_turns_failed: int = 0
     num_logits_errors: int = 0
+    num_turns_rewritten: int = 0
     prompt_tokens: int = 0
     reused_gpu_tokens: int = 0
     swapped_in_tokens: int = 0

@@ -26,7 +26,7 @@ from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
 
-type _Choice = tuple[str, str | None, tuple[int, ...]]
+type _Choice = tuple[str, str | None, tuple[int, ...], int | None]
 
 
 class TurnSubmitter:
@@ -104,15 +104,24 @@ class TurnPlacer:
         for spec, place in zip(specs, places, strict=True):
             if spec.node is None or place is None:
                 placed = PlacedTurn(self.conversations.get_or_create(spec.conversation_id), None)
+                self._replace(spec, placed.live)
             else:
                 choice = _choice(spec, spec.node)
-                branch, origin = self.conversations.branches.begin(
-                    spec.node, place, choice[2], twin=first.get(choice), has_twins=num_alike[choice] > 1
-                )
+                twin = first.get(choice)
+                branches = self.conversations.branches
+                branch, origin = branches.begin(spec.node, place, choice[2], twin=twin, keep=spec.keep)
+                if origin.kind == "extended":
+                    self._replace(spec, branch)
+                if twin is None and num_alike[choice] > 1:
+                    branches.prepare_twins(branch, len(choice[2]))
                 first.setdefault(choice, branch)
                 placed = PlacedTurn(branch, origin)
             self._add(spec, placed.live)
             yield spec, placed
+
+    def _replace(self, spec: TurnSpec, live: LiveConversation) -> None:
+        if spec.keep is not None and spec.keep < live.conversation.num_history_tokens:
+            self.conversations.replace_from(live, spec.keep)
 
     def _add(self, spec: TurnSpec, live: LiveConversation) -> None:
         live.busy = True
@@ -131,4 +140,4 @@ class PlacedTurn(NamedTuple):
 
 
 def _choice(spec: TurnSpec, node: TurnNode) -> _Choice:
-    return node.owner, node.parent_id, tuple(map(int, spec.prompt_token_ids))
+    return node.owner, node.parent_id, tuple(map(int, spec.prompt_token_ids)), spec.keep

@@ -62,7 +62,7 @@ def check_turns(
             check_prefix(spec.prefix, conversation_id, conversations)
             check_token_ids("prefix", spec.prefix.token_ids, limits.vocab_size)
         num_history = conversations.num_tokens(conversation_id) if place is None else len(place.token_ids)
-        _check_length(field, spec, limits, num_history)
+        _check_length(field, spec, limits, _num_kept(spec, num_history))
         check_params(spec.params, limits, tokenizer)
     return places
 
@@ -133,6 +133,17 @@ def _checked_place(
         raise InvalidRequestError("turn_id", node.turn_id, "named once in a call")
     seen.add(node.turn_id)
     return conversations.branches.find(node, known)
+
+
+def _num_kept(spec: TurnSpec, num_history: int) -> int:
+    """Return how many tokens of the history stay in the context; raises InvalidRequestError."""
+    keep = spec.keep
+    if keep is None:
+        return num_history
+    if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= num_history:
+        limit = f"None or an integer from 0 to the {num_history} tokens of the earlier turns"
+        raise InvalidRequestError("keep", keep, limit)
+    return keep
 
 
 def _check_length(field: str, spec: TurnSpec, limits: ModelLimits, history_len: int) -> None:

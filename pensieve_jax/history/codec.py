@@ -80,6 +80,8 @@ def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
     output = pack_token_ids(turn.output_token_ids, f"{field}.output_token_ids")
     seed = turn.seed - 2**64 if turn.seed >= 2**63 else turn.seed  # the table's integers are signed
     messages = None if turn.messages is None else _pack_messages(turn.messages, f"{field}.messages")
+    if turn.keep is not None and (not _is_int(turn.keep) or turn.keep < 0):
+        raise InvalidRequestError(f"{field}.keep", turn.keep, "None or an int of at least 0")
     return TurnRow(
         owner=turn.owner,
         turn_id=turn.turn_id,
@@ -96,13 +98,18 @@ def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
         usage=None if turn.usage is None else _pack_usage(turn.usage),
         chain=turn.chain or None,
         kept=0,
-        checksum=checksum(prompt, output),
+        checksum=checksum(prompt, output, turn.keep),
     )
 
 
-def unpack_turn(row: TurnRow, conversation_id: str = "") -> TurnRecord:
-    """Return the turn of a row; raise HistoryCorruptError if its ids are not those that were written."""
-    check_undamaged(row, conversation_id)
+def unpack_turn(row: TurnRow, num_tokens_before: int, conversation_id: str = "") -> TurnRecord:
+    """Return the turn of a row; raise HistoryCorruptError if its ids are not those that were written.
+
+    `num_tokens_before` is the length of the path to its parent. A turn without all of these tokens has
+    replaced some: `keep` is what remains of the length of its path without its own tokens.
+    """
+    keep = kept_before(row, num_tokens_before)
+    check_undamaged(row, keep, conversation_id)
     return TurnRecord(
         conversation_id=conversation_id,
         turn_index=row.turn_index,
@@ -118,12 +125,22 @@ def unpack_turn(row: TurnRow, conversation_id: str = "") -> TurnRecord:
         owner=row.owner,
         chain=row.chain or b"",
         usage=unpack_usage(row.usage),
+        keep=keep,
     )
 
 
-def check_undamaged(row: TurnRow, conversation_id: str) -> None:
-    """Raise HistoryCorruptError unless a turn's ids are those that were written."""
-    if checksum(row.prompt_ids, row.output_ids) == row.checksum:
+def kept_before(row: TurnRow, num_tokens_before: int) -> int | None:
+    """Return the number of earlier tokens that a turn keeps; None for all `num_tokens_before`.
+
+    It is more than all of them in a damaged path only, which its length then shows.
+    """
+    keep = row.num_tokens - num_own_tokens(row)
+    return keep if keep < num_tokens_before else None
+
+
+def check_undamaged(row: TurnRow, keep: int | None, conversation_id: str) -> None:
+    """Raise HistoryCorruptError unless a turn's ids and `keep` are those that were written."""
+    if checksum(row.prompt_ids, row.output_ids, keep) == row.checksum:
         return
     if not conversation_id:
         raise HistoryCorruptError(
@@ -170,9 +187,10 @@ def unpack_token_ids(packed: bytes) -> NDArray[np.int32]:
     return np.frombuffer(packed, _STORED_IDS).astype(np.int32)
 
 
-def checksum(prompt: bytes, output: bytes) -> int:
-    """Return the CRC-32 over both id lists and the position of the boundary between them."""
-    return zlib.crc32(output, zlib.crc32(prompt, len(prompt)))
+def checksum(prompt: bytes, output: bytes, keep: int | None = None) -> int:
+    """Return the CRC-32 over both id lists, the position of the boundary between them, and `keep`."""
+    whole = zlib.crc32(output, zlib.crc32(prompt, len(prompt)))
+    return whole if keep is None else zlib.crc32(keep.to_bytes(8, "little", signed=True), whole)
 
 
 def _pack_messages(messages: Sequence[Any], field: str) -> str:

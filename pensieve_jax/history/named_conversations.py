@@ -22,7 +22,7 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
 )
 from pensieve_jax.core.turn_node import new_turn_id
-from pensieve_jax.history import codec, turns_table
+from pensieve_jax.history import turns_table
 from pensieve_jax.history.codec import TurnRow
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut
@@ -39,7 +39,7 @@ _BEGIN: Final = (
 )
 _MOVE: Final = (
     "UPDATE conversations SET head_turn = ?, version = version + 1, last_active_s = ?, "
-    f"num_tokens = num_tokens + ?, num_turns = num_turns + 1 WHERE {_THIS} AND num_turns = ? "
+    f"num_tokens = {{num_kept}} + ?, num_turns = num_turns + 1 WHERE {_THIS} AND num_turns = ? "
     "AND head_turn = ?"
 )
 _MAX_VALUES: Final = 1000  # per statement
@@ -108,8 +108,7 @@ def read(connection: Connection, conversation_id: str) -> tuple[ConversationInfo
 def unpack(info: ConversationInfo, rows: list[TurnRow]) -> ConversationRecord:
     """Return the record for `HistoryStore.load`; raise HistoryCorruptError for damaged or missing tokens."""
     conversation_id = info.conversation_id
-    turns = tuple(codec.unpack_turn(row, conversation_id) for row in rows)
-    token_ids = codec.unpack_token_ids(turns_table.joined_ids(rows))
+    turns, token_ids = turns_table.unpack_rows(rows, conversation_id)
     whole = len(turns) == info.num_turns and len(token_ids) == info.num_tokens
     if not whole or not turns_table.in_order(turns):
         raise HistoryCorruptError(
@@ -125,9 +124,10 @@ def head(connection: Connection, conversation_id: str) -> str | None:
     return _existing(connection, conversation_id).head_turn
 
 
-def append(connection: Connection, conversation_id: str, row: TurnRow, field: str) -> None:
+def append(connection: Connection, conversation_id: str, row: TurnRow, keep: int | None, field: str) -> None:
     """Add a turn at the end of a conversation. A turn with an id must continue the current head.
 
+    It follows the first `keep` tokens of the conversation; None for all of them.
     Raises ConversationChangedError if it continues another turn, and InvalidRequestError unless a turn
     without an id has the next number.
     """
@@ -144,10 +144,11 @@ def append(connection: Connection, conversation_id: str, row: TurnRow, field: st
             *(conversation_id, row.turn_id, row.created_at_s, row.created_at_s, row.num_tokens),
         )
     else:
-        statement, place = _MOVE, (conversation_id, row.turn_index, row.parent_id)
-        values = (row.turn_id, row.created_at_s, row.num_tokens, *place)
+        place = (conversation_id, row.turn_index, row.parent_id)
+        statement = _MOVE.format(num_kept="num_tokens" if keep is None else "0")
+        values = (row.turn_id, row.created_at_s, (keep or 0) + row.num_tokens, *place)
     connection.execute_changing(statement, values, lambda: _not_moved(connection, conversation_id, field))
-    turns_table.insert_placed(connection, row, field)
+    turns_table.insert_placed(connection, row, keep, field)
 
 
 def _not_moved(connection: Connection, conversation_id: str, field: str) -> PensieveError:
@@ -163,14 +164,33 @@ def truncate(connection: Connection, conversation_id: str, num_tokens: int) -> C
     before = _existing(connection, conversation_id)
     num_tokens = turns_table.check_cut(num_tokens, before.num_tokens, conversation_id)
     last, num_turns = turns_table.cut(connection, before.head_turn, num_tokens, conversation_id)
+    return _move_back(connection, conversation_id, before, Cut(num_turns, last, before.head_turn, num_tokens))
+
+
+def truncate_turns(connection: Connection, conversation_id: str, num_turns: int) -> Cut:
+    """Move a head back to the end of a turn. See `HistoryStore.truncate_turns`."""
+    before = _existing(connection, conversation_id)
+    if (
+        isinstance(num_turns, bool)
+        or not isinstance(num_turns, int)
+        or not 0 <= num_turns <= before.num_turns
+    ):
+        limit = f"an int from 0 to the {before.num_turns} turns of conversation {conversation_id!r}"
+        raise InvalidRequestError("num_turns", num_turns, limit)
+    last, num_tokens = turns_table.turn_end(connection, before.head_turn, num_turns)
+    return _move_back(connection, conversation_id, before, Cut(num_turns, last, before.head_turn, num_tokens))
+
+
+def _move_back(connection: Connection, conversation_id: str, before: _Head, cut: Cut) -> Cut:
+    """Move a head to an earlier turn and remove the turns that become unneeded."""
     connection.execute_changing(
         "UPDATE conversations SET head_turn = ?, num_tokens = ?, num_turns = ?, version = version + 1 "
         f"WHERE {_THIS} AND coalesce(head_turn, '') = ?",
-        (last, num_tokens, num_turns, conversation_id, before.head_turn or ""),
+        (cut.head, cut.num_tokens, cut.num_turns, conversation_id, before.head_turn or ""),
         lambda: ConversationChangedError(conversation_id),
     )
     turns_table.collect(connection, "", before.head_turn)
-    return Cut(num_turns, last, before.head_turn)
+    return cut
 
 
 def fork(
@@ -195,7 +215,7 @@ def fork(
         f"FROM conversations WHERE {_THIS}",
         (new_conversation_id, last, at_s, num_tokens, num_turns, conversation_id),
     )
-    return Cut(num_turns, last, source.head_turn)
+    return Cut(num_turns, last, source.head_turn, num_tokens)
 
 
 def delete(connection: Connection, conversation_id: str) -> None:

@@ -33,19 +33,21 @@ _ALL: Final = 2**62  # rows
 
 _TURN: Final = (
     "SELECT turns.turn_id, turns.parent_id, turns.turn_index, turns.num_tokens, finish_reason, created_at_s, "
-    "messages, output_text, output_ids, usage, chain FROM "
+    "messages, output_text, prompt_ids, output_ids, usage, chain FROM "
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """A turn without the ids of its prompt.
+    """A turn in its tree.
 
     Attributes:
       turn_id, parent_id, turn_index: its position in the tree.
       num_tokens: number of tokens of its path, up to its end.
       messages: its new chat messages; None for a turn that was sent as text or ids.
       output_text: None without a tokenizer.
+      prompt_token_ids, output_token_ids: its own ids; as many of its parent's tokens stay before them as
+        `num_tokens` has more.
       usage, chain: None and b"" if not stored.
     """
 
@@ -57,6 +59,7 @@ class TurnView:
     created_at_s: float
     messages: tuple[Message, ...] | None
     output_text: str | None
+    prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
     usage: Usage | None
     chain: bytes
@@ -254,11 +257,13 @@ class HistoryReader:
             raise UnknownTurnError(turn_id)
         return tuple(_view(row) for row in rows)
 
-    def find_chain(self, owner: str, chain: bytes, limit: int = 64) -> tuple[TurnView, ...]:
-        """Return the turns of this chain, which differ in their replies, the last committed one first."""
-        query = f"{_TURN} turns WHERE owner = ? AND chain = ? ORDER BY rowid DESC LIMIT ?"
+    def find_chain(self, owner: str, chain: bytes, limit: int = 64) -> tuple[tuple[str, str | None], ...]:
+        """Return ids and replies of the turns of this chain, the last committed one first."""
+        query = (
+            "SELECT turn_id, output_text FROM turns WHERE owner = ? AND chain = ? ORDER BY rowid DESC LIMIT ?"
+        )
         rows = self._run(lambda connection: connection.execute(query, (owner, chain, limit)).fetchall())
-        return tuple(_view(row) for row in rows)
+        return tuple((turn_id, text) for turn_id, text in rows)
 
     def close(self) -> None:
         """Close the connections; a second call does nothing, any other raises HistoryError."""
@@ -315,7 +320,8 @@ def _view(row: Sequence[Any]) -> TurnView:
         created_at_s=row[5],
         messages=codec.unpack_messages(row[6]),
         output_text=row[7],
-        output_token_ids=tuple(codec.unpack_token_ids(row[8]).tolist()),
-        usage=codec.unpack_usage(row[9]),
-        chain=row[10] or b"",
+        prompt_token_ids=tuple(codec.unpack_token_ids(row[8]).tolist()),
+        output_token_ids=tuple(codec.unpack_token_ids(row[9]).tolist()),
+        usage=codec.unpack_usage(row[10]),
+        chain=row[11] or b"",
     )

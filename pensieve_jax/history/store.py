@@ -52,6 +52,8 @@ class TurnRecord:
       usage: where its tokens came from; None if that was not stored.
       logprobs: one entry for each token of the reply if they were requested. They are stored with the
         response that is attached to the turn, and not without one; turns that are read have None.
+      keep: number of leading tokens of the path before it that its own tokens follow; they replace the
+        others. None: all.
     """
 
     conversation_id: str
@@ -69,6 +71,7 @@ class TurnRecord:
     chain: bytes = b""
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +80,7 @@ class ConversationRecord:
 
     Attributes:
       conversation_id: name of the conversation; for a path, the id of its last turn.
-      token_ids: i32[num_tokens], all prompts and replies in order.
+      token_ids: i32[num_tokens], all prompts and replies in order, without what later turns replaced.
       turns: in order; empty after `truncate(conversation_id, 0)`.
       last_active_s: `created_at_s` of the turn that was committed last, or the time of the fork, if later;
         for a path, `created_at_s` of its last turn.
@@ -106,11 +109,13 @@ class Cut(NamedTuple):
       num_turns: number of turns on the path to the new head, including a turn that was cut.
       head: the new last turn of the conversation or its fork; None for an empty one.
       head_before: the last turn of the conversation before.
+      num_tokens: number of tokens of the conversation or its fork.
     """
 
     num_turns: int
     head: str | None
     head_before: str | None
+    num_tokens: int
 
 
 class HistoryStore(Protocol):
@@ -202,6 +207,14 @@ class HistoryStore(Protocol):
         CUT_FINISH_REASON` and `output_text = None`. If its prompt is cut, it also has no `messages`, since
         they would not match the ids. Raises UnknownConversationError, and InvalidRequestError if there are
         fewer tokens.
+        """
+        ...
+
+    def truncate_turns(self, conversation_id: str, num_turns: int) -> Cut:
+        """Keep the first `num_turns` turns of a conversation; 0 leaves it empty, not deleted.
+
+        Its tokens are those at the end of the last of these turns, even if a later turn had replaced some.
+        Raises UnknownConversationError, and InvalidRequestError if there are fewer turns.
         """
         ...
 

@@ -45,6 +45,7 @@ class Commit(NamedTuple):
 
     conversation_id: str
     row: codec.TurnRow
+    keep: int | None
     draft: ResponseDraft | None
     items: Sequence[server_conversations.Item]
     refusal: InvalidRequestError | None
@@ -110,6 +111,12 @@ class TableHistoryStore(ABC):
         """Keep the first `num_tokens` tokens; see `HistoryStore.truncate` for a turn that is cut."""
         return self._transact(
             lambda connection: named_conversations.truncate(connection, conversation_id, num_tokens)
+        )
+
+    def truncate_turns(self, conversation_id: str, num_turns: int) -> Cut:
+        """Keep the first `num_turns` turns; see `HistoryStore.truncate_turns`."""
+        return self._transact(
+            lambda connection: named_conversations.truncate_turns(connection, conversation_id, num_turns)
         )
 
     def fork(
@@ -202,9 +209,9 @@ def append_all(connection: Connection, commits: Sequence[Commit]) -> dict[int, P
 def append(connection: Connection, commit: Commit, field: str) -> None:
     """Add one turn with its attachment; raise the reason if it is refused."""
     if commit.conversation_id:
-        named_conversations.append(connection, commit.conversation_id, commit.row, field)
+        named_conversations.append(connection, commit.conversation_id, commit.row, commit.keep, field)
         return
-    turns_table.insert_placed(connection, commit.row, field)
+    turns_table.insert_placed(connection, commit.row, commit.keep, field)
     if commit.draft is not None:
         responses_table.complete(connection, commit.draft, commit.items, commit.row, commit.logprobs)
 
@@ -219,16 +226,16 @@ def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
     if attachment is None:
         # Nothing else will need it, so it is kept for itself.
         placed = row if turn.conversation_id else row._replace(kept=1)
-        return Commit(turn.conversation_id, placed, None, (), None)
+        return Commit(turn.conversation_id, placed, turn.keep, None, (), None)
     field = f"attachments[{index}]"
     try:
         if turn.conversation_id:
             raise InvalidRequestError(field, attachment, "None for a turn of a named conversation")
         draft, items = responses_table.check_draft(attachment, turn.owner, field)
     except InvalidRequestError as error:
-        return Commit("", row, None, (), error)
+        return Commit("", row, turn.keep, None, (), error)
     logprobs = None if turn.logprobs is None else codec.pack_logprobs(turn.logprobs)
-    return Commit("", row, draft, items, None, logprobs)
+    return Commit("", row, turn.keep, draft, items, None, logprobs)
 
 
 def _check_texts(change: HistoryChange) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import (
     HistoryCorruptError,
@@ -34,6 +35,12 @@ _INSERT_AFTER_PARENT: Final = (
     f"SELECT {', '.join({**_VALUES, 'num_tokens': 'before.num_tokens + ?'}.values())} FROM turns AS before "
     "WHERE before.owner = ? AND before.turn_id = ? AND before.turn_index + 1 = ? ON CONFLICT DO NOTHING"
 )
+# A turn that keeps a part of its parent's path: `num_tokens` is then given.
+_INSERT_AFTER_PART: Final = (
+    f"INSERT INTO turns({_COLUMNS}) SELECT {', '.join(_VALUES.values())} FROM turns AS before "
+    "WHERE before.owner = ? AND before.turn_id = ? AND before.turn_index + 1 = ? AND before.num_tokens > ? "
+    "ON CONFLICT DO NOTHING"
+)
 
 # From a turn up to its root. The numbers decrease on the way, so the query ends even in a damaged file.
 PATH: Final = """WITH RECURSIVE path(owner, turn_id, parent_id, turn_index) AS (
@@ -56,31 +63,40 @@ def insert(connection: Connection, row: TurnRow) -> None:
     connection.execute_changing(_INSERT, row, lambda: _id_in_use(row))
 
 
-def insert_placed(connection: Connection, row: TurnRow, field: str) -> None:
+def insert_placed(connection: Connection, row: TurnRow, keep: int | None, field: str) -> None:
     """Add a turn, whose row counts only its own tokens, after the parent that it names.
 
-    Raises UnknownTurnError for a parent that does not exist, and InvalidRequestError for a `turn_index` that
-    does not follow the parent's, or an id that is taken.
+    It follows the first `keep` tokens of the parent's path; None for all of them. Raises UnknownTurnError for
+    a parent that does not exist. Raises InvalidRequestError for a `turn_index` that does not follow the
+    parent's, a `keep` that is not below the length of its path, or an id that is taken.
     """
     if row.parent_id is None:
         if row.turn_index != 0:
             raise InvalidRequestError(f"{field}.turn_index", row.turn_index, "0, as its parent says")
+        if keep is not None:
+            raise InvalidRequestError(f"{field}.keep", keep, "None for a first turn")
         insert(connection, row)
         return
     parent = (row.owner, row.parent_id, row.turn_index)
-    connection.execute_changing(
-        _INSERT_AFTER_PARENT, (*row, *parent), lambda: _misplaced(connection, row, field)
-    )
+    statement = _INSERT_AFTER_PARENT
+    values: tuple[object, ...] = (*row, *parent)
+    if keep is not None:
+        placed = row._replace(num_tokens=keep + row.num_tokens)
+        statement, values = _INSERT_AFTER_PART, (*placed, *parent, keep)
+    connection.execute_changing(statement, values, lambda: _misplaced(connection, row, keep, field))
 
 
-def _misplaced(connection: Connection, row: TurnRow, field: str) -> PensieveError:
+def _misplaced(connection: Connection, row: TurnRow, keep: int | None, field: str) -> PensieveError:
     """Return why a turn cannot be added after its parent."""
-    query = "SELECT turn_index + 1 FROM turns WHERE owner = ? AND turn_id = ?"
+    query = "SELECT turn_index + 1, num_tokens FROM turns WHERE owner = ? AND turn_id = ?"
     parent = connection.execute(query, (row.owner, row.parent_id)).fetchone()
     if parent is None:
         return UnknownTurnError(str(row.parent_id))
     if row.turn_index != parent[0]:
         return InvalidRequestError(f"{field}.turn_index", row.turn_index, f"{parent[0]}, as its parent says")
+    if keep is not None and keep >= parent[1]:
+        limit = f"None, or fewer than the {parent[1]} tokens of its parent's path"
+        return InvalidRequestError(f"{field}.keep", keep, limit)
     return _id_in_use(row)
 
 
@@ -107,8 +123,7 @@ def unpack_path(rows: list[TurnRow], owner: str, turn_id: str) -> ConversationRe
     """Return the record of `HistoryStore.load_turn` from the rows of a path."""
     if not rows:
         raise UnknownTurnError(turn_id)
-    turns = tuple(codec.unpack_turn(row) for row in rows)
-    token_ids = codec.unpack_token_ids(joined_ids(rows))
+    turns, token_ids = unpack_rows(rows)
     last = rows[-1]
     if not in_order(turns) or len(token_ids) != last.num_tokens:
         raise HistoryCorruptError(
@@ -119,9 +134,19 @@ def unpack_path(rows: list[TurnRow], owner: str, turn_id: str) -> ConversationRe
     return ConversationRecord(turn_id, token_ids, turns, last.created_at_s)
 
 
-def joined_ids(rows: list[TurnRow]) -> bytes:
-    """Return all ids of a path, packed."""
-    return b"".join(packed for row in rows for packed in (row.prompt_ids, row.output_ids))
+def unpack_rows(
+    rows: list[TurnRow], conversation_id: str = ""
+) -> tuple[tuple[TurnRecord, ...], NDArray[np.int32]]:
+    """Return the turns of a path and its tokens; raise HistoryCorruptError for damaged ones."""
+    turns, packed, num_tokens = [], bytearray(), 0
+    for row in rows:
+        turns.append(codec.unpack_turn(row, num_tokens, conversation_id))
+        keep = turns[-1].keep
+        if keep is not None:
+            del packed[max(keep, 0) * codec.TOKEN_BYTES :]
+        packed += row.prompt_ids + row.output_ids
+        num_tokens = len(packed) // codec.TOKEN_BYTES
+    return tuple(turns), codec.unpack_token_ids(bytes(packed))
 
 
 def in_order(turns: tuple[TurnRecord, ...]) -> bool:
@@ -147,29 +172,51 @@ def cut(
     If no turn ends there, a new turn is made of the beginning of one. Raises HistoryCorruptError instead of
     giving a damaged turn a new checksum.
     """
-    last: str | None = None
-    num_turns = num_tokens_before = 0
-    for turn_id, turn_index, num_own_tokens in connection.execute(
-        f"{PATH}SELECT turn_id, turn_index, (length(prompt_ids) + length(output_ids)) / {codec.TOKEN_BYTES} "
-        "FROM path JOIN turns USING (owner, turn_id, turn_index) ORDER BY turn_index",
+    if not num_tokens:
+        return None, 0
+    found: tuple[str | None, int] = None, 0
+    num_tokens_before = 0
+    part: tuple[str, int, int] | None = None
+    for turn_id, turn_index, num_tokens_there, num_own_tokens in connection.execute(
+        f"{PATH}SELECT turn_id, turn_index, num_tokens, (length(prompt_ids) + length(output_ids)) / "
+        f"{codec.TOKEN_BYTES} FROM path JOIN turns USING (owner, turn_id, turn_index) ORDER BY turn_index",
         ("", head),
     ).fetchall():
-        if num_tokens_before >= num_tokens:
-            break
-        last, num_turns = turn_id, turn_index + 1
-        if num_tokens - num_tokens_before < num_own_tokens:
-            last = _insert_beginning(connection, turn_id, num_tokens - num_tokens_before, conversation_id)
-        num_tokens_before += num_own_tokens
-    return last, num_turns
+        # The last turn that begins before the cut has the token before it: later ones keep at least that.
+        if num_tokens_there - num_own_tokens < num_tokens:
+            found = turn_id, turn_index + 1
+            part = (turn_id, num_tokens, num_tokens_before) if num_tokens < num_tokens_there else None
+        num_tokens_before = num_tokens_there
+    if part is not None:
+        found = _insert_beginning(connection, *part, conversation_id), found[1]
+    return found
 
 
-def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, conversation_id: str) -> str:
-    """Add a turn next to this one that has its first tokens; return its id."""
+def turn_end(connection: Connection, head: str | None, num_turns: int) -> tuple[str | None, int]:
+    """Return the last of the first `num_turns` turns of the path to a head, and the length of its path."""
+    if not num_turns:
+        return None, 0
+    query = (
+        f"{PATH}SELECT turn_id, num_tokens FROM path JOIN turns USING (owner, turn_id, turn_index) "
+        "WHERE turn_index = ?"
+    )
+    turn_id, num_tokens = connection.execute(query, ("", head, num_turns - 1)).fetchone()
+    return turn_id, num_tokens
+
+
+def _insert_beginning(
+    connection: Connection, turn_id: str, num_tokens: int, num_tokens_before: int, conversation_id: str
+) -> str:
+    """Add a turn next to this one whose path ends after `num_tokens` tokens; return its id.
+
+    `num_tokens_before` is the length of the path to its parent.
+    """
     query = f"SELECT {_COLUMNS} FROM turns WHERE owner = '' AND turn_id = ?"
     row = TurnRow._make(connection.execute(query, (turn_id,)).fetchone())
-    codec.check_undamaged(row, conversation_id)
+    keep = codec.kept_before(row, num_tokens_before)
+    codec.check_undamaged(row, keep, conversation_id)
     prompt, output, messages = row.prompt_ids, row.output_ids, row.messages
-    num_bytes = num_tokens * codec.TOKEN_BYTES
+    num_bytes = (num_tokens - row.num_tokens + codec.num_own_tokens(row)) * codec.TOKEN_BYTES
     if num_bytes < len(prompt):
         prompt, output, messages = prompt[:num_bytes], b"", None
     else:
@@ -179,7 +226,7 @@ def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, con
         connection,
         row._replace(
             turn_id=cut_id,
-            num_tokens=row.num_tokens - codec.num_own_tokens(row) + num_tokens,
+            num_tokens=num_tokens,
             prompt_ids=prompt,
             output_ids=output,
             finish_reason=CUT_FINISH_REASON,
@@ -187,7 +234,7 @@ def _insert_beginning(connection: Connection, turn_id: str, num_tokens: int, con
             output_text=None,
             usage=None,
             chain=None,
-            checksum=codec.checksum(prompt, output),
+            checksum=codec.checksum(prompt, output, keep),
         ),
     )
     return cut_id

@@ -225,6 +225,10 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "num_turns_cancelled": ("pensieve:turns_cancelled", "Turns that were cancelled."),
     "num_turns_failed": ("pensieve:turns_failed", "Turns that failed in the engine."),
     "num_logits_errors": ("vllm:corrupted_requests", "Turns that failed because logits were not finite."),
+    "num_turns_rewritten": (
+        "pensieve:turns_rewritten",
+        "Turns before which the chat template wrote earlier ones differently, so that a part was recomputed.",
+    ),
     "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose KV cache was dropped."),
     "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks swapped out on demand to free a page."),
     "num_lost_copies": (

@@ -168,7 +168,7 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
         chat_format = services.chat_format or ChatFormat(services.tokenizer)  # raises the missing part
         try:
-            return chat_format.turn_token_ids([], services.resolver.with_known_roles(messages))
+            return chat_format.token_ids(services.resolver.with_known_roles(messages))
         except ChatTemplateError as error:
             raise template_error(error, messages, "messages") from error
     assert body.prompt is not None

@@ -4,7 +4,7 @@ Owns: the tokenizer wrapper, incremental detokenization with stop strings, and c
 Does not know: jax, conversations' KV state, scheduling, or where a history is stored.
 """
 
-from pensieve_jax.text.chat import ChatFormat, EarlierTurn
+from pensieve_jax.text.chat import ChatFormat, EarlierTurn, TurnPrompt
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.loading import CHAT_TEMPLATE, byte_tokenizer, load_tokenizer
 from pensieve_jax.text.messages import ROLES, Message, check_messages
@@ -21,6 +21,7 @@ __all__ = [
     "Message",
     "ReplyTokens",
     "Tokenizer",
+    "TurnPrompt",
     "byte_tokenizer",
     "check_messages",
     "load_tokenizer",

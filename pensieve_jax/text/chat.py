@@ -1,19 +1,19 @@
 """From chat messages to the token ids of a turn, by the model's own template.
 
-Owns: rendering of chat templates, and which part of a rendering is new in a turn.
+Owns: rendering of whole conversations, and which part of the result is new in a turn.
 Does not know: where earlier turns are stored, sampling, or KV state.
 
-A conversation only grows. So a turn sends render(all messages, generation prompt) minus the part that is in
-the history. The history holds each reply as it was sampled, and a reply is never tokenized again: it is
-rendered as a placeholder word, and only the text after it is encoded. That text begins with what closes a
-reply, usually an end marker. If the last ids of the reply already spell part of the closing text, that part
-is left out. So a reply that was cut by its length gets its end marker now, and one that ended with the marker
-does not get a second one.
+The context of a turn is what the template writes for all messages of the conversation, encoded as one text.
+That is what transformers' `apply_chat_template` returns. The conversation has most of it already: its tokens
+stay as far as they spell the beginning of that text, and the rest is the turn's prompt. So most templates
+only append to a conversation. One that writes earlier messages differently, for example a reply without its
+reasoning, replaces the end of the conversation from there on.
 
-- A template that renders earlier messages differently when others follow cannot be used: ChatTemplateError.
-- The beginning-of-sequence token starts every conversation, whether or not the template writes it. If the
-  template itself writes it at the start of later turns (as Llama 2's does), it is part of the format and
-  stays.
+- Sampled ids stay where their text is what the template writes, even if the tokenizer would divide the text
+  differently. Other ids are replaced. Examples are a stop string, white space that the template trims, and an
+  end marker that it writes differently.
+- A template that writes no beginning-of-sequence token gets none.
+- The current date counts: a template that writes it begins anew on the next day.
 - Messages that several conversations share as their beginning have a rendering of their own, without a
   generation prompt. It is cut where its last ids would differ if a message followed.
 - Turns without messages (sent as text or ids, or cut within the prompt by `truncate`) have no rendering. They
@@ -23,43 +23,46 @@ does not get a second one.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple, NoReturn
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
+from pensieve_jax.text.shared_text import shared_text
 from pensieve_jax.text.tokenizer import Tokenizer
 
-_PLACEHOLDER: Final = "ReplyStandsHere"
-# Errors that a template's expression may raise beside Jinja's own (None + "x", missing["key"], 1 / 0).
-_EXPRESSION_ERRORS: Final = (
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
+_PLACEHOLDER: Final = "MessageStandsHere"
 
 
 class EarlierTurn(NamedTuple):
-    """The parts of a finished turn that `chat` needs; the fields are those of `history.TurnRecord`."""
+    """A finished turn of a conversation.
+
+    Attributes:
+      messages: its new messages; None for a turn of text or ids.
+      output_text: its reply; None if only the ids are known.
+      output_token_ids: the ids of its reply.
+      num_tokens: number of tokens of the conversation at its end.
+    """
 
     messages: Sequence[Message] | None
     output_text: str | None
     output_token_ids: Sequence[int]
-    finish_reason: str
+    num_tokens: int
+
+
+class TurnPrompt(NamedTuple):
+    """The new part of a turn's context.
+
+    Attributes:
+      keep: number of leading tokens of the conversation that the prompt follows.
+      token_ids: the prompt.
+    """
+
+    keep: int
+    token_ids: list[int]
 
 
 class ChatFormat:
@@ -80,68 +83,46 @@ class ChatFormat:
             )
         self._tokenizer = tokenizer
         self._now = now
-        try:
-            self._template = _environment().from_string(tokenizer.chat_template)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(
-                f"The chat template is not valid Jinja ({error})",
-                "correct chat_template in the model directory",
-            ) from error
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
 
-    def turn_token_ids(
+    def turn_prompt(
         self,
-        earlier: Sequence[EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]],
+        earlier: Sequence[EarlierTurn],
+        token_ids: Sequence[int],
         new_messages: Sequence[Message],
         *,
-        exact_only: bool = False,
         token_limit: int | None = None,
-    ) -> list[int]:
-        """Return the prompt ids of a turn, to be appended to the ids of the earlier turns.
+    ) -> TurnPrompt:
+        """Return the prompt of a turn, and how much of the conversation it follows.
 
         Args:
-          earlier: the conversation's finished turns in order; the tuples' items are those of `EarlierTurn`.
+          earlier: the conversation's finished turns in order.
+          token_ids: all tokens of the conversation.
           new_messages: the messages of this turn only.
-          exact_only: refuse to continue a reply whose ids contain more than its text and the closing text,
-            which happens if a stop string or a stop id ended the reply.
-          token_limit: as in `Tokenizer.encode`.
+          token_limit: as in `Tokenizer.encode`, for the whole context.
 
-        Raises InvalidRequestError for malformed messages; ChatTemplateError if the template refuses them or
-        renders earlier ones differently, or if `exact_only` refuses the last reply; ContextLengthError.
+        Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses the
+        messages of the conversation, and ContextLengthError.
         """
-        messages = check_messages(new_messages)
-        turns = [EarlierTurn(*turn) for turn in earlier]
-        without_messages = [index for index, turn in enumerate(turns) if turn.messages is None]
-        chat_turns = turns[without_messages[-1] + 1 :] if without_messages else turns
-        if chat_turns:
-            return self._later_turn(chat_turns, messages, exact_only, token_limit)
-        text = self._render(messages, self._now(), generation_prompt=True)
-        if not turns:
-            return self._tokenizer.encode(text, add_bos=True, token_limit=token_limit)
-        text = text.removeprefix(self._tokenizer.bos_token or "")
-        return self._tokenizer.encode_after(_last_id(turns), text, token_limit=token_limit)
+        messages = list(check_messages(new_messages))
+        without_messages = [index for index, turn in enumerate(earlier) if turn.messages is None]
+        chat_turns = earlier[without_messages[-1] + 1 :] if without_messages else earlier
+        num_raw = earlier[without_messages[-1]].num_tokens if without_messages else 0
+        past = [message for turn in chat_turns for message in (*(turn.messages or ()), self._reply(turn))]
+        text = self._template.render([*past, *messages], self._now(), generation_prompt=True)
+        if num_raw:
+            text = text.removeprefix(self._tokenizer.bos_token or "")
+            last_id = token_ids[num_raw - 1]
+            wanted = self._tokenizer.encode_after(last_id, text, token_limit=token_limit)
+        else:
+            wanted = self._tokenizer.encode(text, add_bos=False, token_limit=token_limit)
+        # A step must compute at least the last token, to sample the next one.
+        shared = shared_text(token_ids[num_raw:], wanted[:-1], self._tokenizer.decode_raw)
+        return TurnPrompt(num_raw + shared.num_known, wanted[shared.num_wanted :])
 
-    def may_follow(
-        self, turn: EarlierTurn | tuple[Sequence[Message] | None, str | None, Sequence[int], str]
-    ) -> bool:
-        """Return whether a turn may follow this one `exact_only`, judged by its ids without rendering.
-
-        False if the reply does not end with any of the texts that close replies in short conversations.
-        """
-        turn = EarlierTurn(*turn)
-        closings = self._short_closings
-        exact = (self._is_exact(turn, self._spelled_closing(turn, closing)) for closing in closings)
-        return not closings or any(exact)
-
-    @functools.cached_property
-    def _short_closings(self) -> frozenset[str]:
-        """The texts that close a reply in short conversations; empty if the template refuses all of them."""
-        word = {"role": "user", "content": "x"}
-        past = EarlierTurn([word], "x", (), "stop")
-        found = set()
-        for turns in ([past], [EarlierTurn([{**word, "role": "system"}, word], "x", (), "stop")], [past] * 2):
-            with contextlib.suppress(ChatTemplateError):
-                found.add(self._split_rendering(turns, [word]).closing)
-        return frozenset(found)
+    def token_ids(self, messages: Sequence[Message], *, token_limit: int | None = None) -> list[int]:
+        """Return the ids of the first turn of a conversation; see `turn_prompt`."""
+        return self.turn_prompt([], [], messages, token_limit=token_limit).token_ids
 
     def prefix_token_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids that begin every conversation whose first messages are these.
@@ -154,173 +135,24 @@ class ChatFormat:
         """
         shared, now = check_messages(messages), self._now()
         next_message = {"role": "user", "content": _placeholder(shared)}
-        text = self._render(shared, now, generation_prompt=False)
-        longer = self._render([*shared, next_message], now, generation_prompt=True)
+        text = self._template.render(shared, now, generation_prompt=False)
+        longer = self._template.render([*shared, next_message], now, generation_prompt=True)
         if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
             raise ChatTemplateError(
                 "The chat template cannot share these messages, since it does not render them before the "
                 "first user message and separately from it",
                 "share the text at its beginning, and send all messages in the first turn",
             )
-        ids, longer_ids = (self._tokenizer.encode(each, add_bos=True) for each in (text, longer))
+        ids, longer_ids = (self._tokenizer.encode(each, add_bos=False) for each in (text, longer))
         # The last characters may share a token with the text after them.
         pairs = zip(ids, longer_ids, strict=False)
         return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
-    def _later_turn(
-        self,
-        turns: Sequence[EarlierTurn],
-        new_messages: Sequence[Message],
-        exact_only: bool,
-        token_limit: int | None,
-    ) -> list[int]:
-        rendered = self._split_rendering(turns, new_messages)
-        text = rendered.closing + rendered.behind
-        spelled = self._spelled_closing(turns[-1], rendered.closing)
-        if exact_only and not self._is_exact(turns[-1], spelled):
-            raise ChatTemplateError(
-                "The last reply's tokens contain more than its text, since a stop string or stop id ended it",
-                "send the whole conversation again",
-            )
-        return self._tokenizer.encode_after(_last_id(turns), text[len(spelled) :], token_limit=token_limit)
-
-    def _split_rendering(self, turns: Sequence[EarlierTurn], new_messages: Sequence[Message]) -> _Rendering:
-        """Render with placeholders for replies and split the text after the last reply."""
-        past = [message for turn in turns for message in turn.messages or ()]
-        placeholder = _placeholder([*past, *new_messages])
-        reply = {"role": "assistant", "content": placeholder}
-        past = []
-        for turn in turns:
-            past += [*(turn.messages or ()), reply]
-        now = self._now()
-        before_reply = self._render(past[:-1], now, generation_prompt=True)
-        with_reply = self._render(past, now, generation_prompt=False)
-        whole = self._render([*past, *new_messages], now, generation_prompt=True)
-        lead, found, closing = with_reply[len(before_reply) :].partition(placeholder)
-        # White space in between belongs to the reply: a template may trim it, but the sampled ids have it.
-        if not with_reply.startswith(before_reply) or not found or lead.strip():
-            _no_prefix("a reply does not follow its generation prompt directly")
-        if not whole.startswith(with_reply):
-            _no_prefix("earlier messages are rendered differently when new ones follow")
-        behind = whole[len(with_reply) :]
-        if placeholder in closing + behind:
-            _no_prefix("an earlier reply is repeated after itself")
-        return _Rendering(closing, behind)
-
-    def _spelled_closing(self, turn: EarlierTurn, closing: str) -> str:
-        """Return the beginning of `closing` that the ids of the reply already spell."""
-        token_ids = turn.output_token_ids
-        if not token_ids:
-            return ""
-        written = self._tokenizer.decode_raw(token_ids)
-        if turn.output_text is not None and written.startswith(turn.output_text):
-            # All that is not shown: the end marker, or the stop string and the rest of its token.
-            ending = written[len(turn.output_text) :]
-        else:
-            # The reply contains special tokens or was cut: only a marker at its very end counts.
-            is_marker = token_ids[-1] in self._tokenizer.special_ids
-            ending = self._tokenizer.decode_raw(token_ids[-1:]) if is_marker else ""
-        # A template may write a space before its end marker that a model does not generate (Llama 2).
-        for start in (0, len(closing) - len(closing.lstrip())):
-            if closing.startswith(ending, start):
-                return closing[: start + len(ending)] if ending else ""
-        return closing if closing and ending.startswith(closing) else ""
-
-    def _is_exact(self, turn: EarlierTurn, spelled: str) -> bool:
-        """Return whether the reply's ids are exactly its text and an end of sequence, or `spelled`.
-
-        `spelled` is the beginning of the closing text. Control tokens within a reply are not text and are
-        ignored.
-        """
-        if turn.finish_reason != "stop" or not turn.output_token_ids or turn.output_text is None:
-            return True
-        if self._tokenizer.decode(turn.output_token_ids) == turn.output_text:
-            last_id = turn.output_token_ids[-1]
-            return (
-                bool(spelled)
-                or last_id not in self._tokenizer.special_ids
-                or last_id == self._tokenizer.eos_id
-            )
-        written = self._tokenizer.decode_raw(turn.output_token_ids)
-        # A template may write a space before its end marker, which the reply then lacks.
-        return bool(spelled) and written in (turn.output_text + spelled, turn.output_text + spelled.lstrip())
-
-    def _render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=generation_prompt,
-                bos_token=self._tokenizer.bos_token or "",
-                eos_token=self._tokenizer.eos_token or "",
-                strftime_now=now.strftime,
-            )
-        except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
-            raise ChatTemplateError(
-                f"The chat template cannot render these messages ({error})",
-                "change their roles or order to what the template allows, or send text with generate",
-            ) from error
-
-
-class _Rendering(NamedTuple):
-    """Text after the last reply: its closing text, then the new messages and the generation prompt."""
-
-    closing: str
-    behind: str
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}`, a marker for training that renders as its contents."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares a set of the instance
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Replace the block by its contents."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox in which `message.role` does not raise and catch an exception each time."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Look for keys before attributes where the result is the same as the base class's."""
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
-            return obj[attribute]
-        return super().getattr(obj, attribute)
-
-
-def _environment() -> jinja2.Environment:
-    """Return Jinja as chat templates expect it; sandboxed, since a template comes with a download."""
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Convert to JSON without escaping HTML as Jinja's own filter does; models were not trained on that."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _no_prefix(reason: str) -> NoReturn:
-    raise ChatTemplateError(
-        f"The chat template cannot continue a conversation, since {reason}",
-        "use a template that only appends to a conversation, or send text with generate",
-    )
+    def _reply(self, turn: EarlierTurn) -> Message:
+        text = turn.output_text
+        if text is None:
+            text = self._tokenizer.decode(turn.output_token_ids)
+        return {"role": "assistant", "content": text}
 
 
 def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -330,8 +162,3 @@ def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:
     while any(word in text for text in texts):
         word += "X"
     return word
-
-
-def _last_id(turns: Sequence[EarlierTurn]) -> int | None:
-    token_ids = turns[-1].output_token_ids
-    return token_ids[-1] if token_ids else None

@@ -81,10 +81,11 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer | None:
     named = ListedTokens(folder, config, defaults).add_to(backend, resets_flags=resets_flags)
     return Tokenizer(
         backend,
-        bos_token=named.get("bos_token"),
-        eos_token=named.get("eos_token"),
+        bos_token=named.pop("bos_token", None),
+        eos_token=named.pop("eos_token", None),
         wants_bos=config.get("add_bos_token"),
         chat_template=_chat_template(folder, config),
+        other_tokens=named,
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Final
 
 import tokenizers
@@ -51,6 +52,7 @@ class Tokenizer:
         post-processor puts another id first.
       wants_bos: whether there is a `first_id`.
       special_ids: ids that decode to no text (control tokens, bos and eos).
+      special_tokens: texts of the named special tokens (bos_token, pad_token, ...) by name.
       chat_template: Jinja source, or None.
     """
 
@@ -62,11 +64,13 @@ class Tokenizer:
         eos_token: str | None = None,
         wants_bos: bool | None = None,
         chat_template: str | None = None,
+        other_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Take over `backend` (its truncation and padding are switched off).
 
         `wants_bos` None does as the backend's own post-processor. A `bos_token` or `eos_token` that the
-        vocabulary lacks counts as None.
+        vocabulary lacks counts as None. `other_tokens` are further named special tokens, such as
+        "pad_token"; only chat templates read them.
         """
         # Truncation or padding would silently change a prompt.
         backend.no_truncation()
@@ -81,6 +85,9 @@ class Tokenizer:
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         self.bos_token = None if self.bos_id is None else bos_token
         self.eos_token = None if self.eos_id is None else eos_token
+        own_tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        named = {**other_tokens, **own_tokens}
+        self.special_tokens = {name: token for name, token in named.items() if token is not None}
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

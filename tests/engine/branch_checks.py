@@ -16,11 +16,18 @@ def check_branches(table: ConversationTable, tokens: Mapping[str, Sequence[int]]
     branches = table.branches
     live = [live for live in table._live.values() if isinstance(live, Branch)]
     for branch in live:
-        known = branch.known_tokens
-        for turn_id, end in branch.path.items():
-            assert tuple(known[: end.num_tokens]) == tuple(tokens[turn_id]), f"{turn_id} has other tokens"
+        committed = branch.conversation.committed_token_ids
+        for turn_id in branch.path:
+            assert tuple(branch.context_of(turn_id)) == tuple(tokens[turn_id]), f"{turn_id} has other tokens"
             assert branch in branches._by_turn[branch.owner, turn_id]
-        assert len(known) == (branch.path[branch.tip].num_tokens if branch.path else 0)
+            beginning, context = branch.path_to(turn_id), tokens[turn_id]
+            for name, (num_shared, _, tail) in beginning.items():
+                assert (*context[:num_shared], *tail) == tuple(tokens[name]), (
+                    f"{name} on the path to {turn_id}"
+                )
+        assert committed == (branch.context_of(branch.tip) if branch.path else [])
+        assert not branch.conversation.replaced or branch.busy
+        assert len(branch.hashes) <= len(branch.known_tokens) // table._cache.chunk_tokens
         assert branch.conversation.num_turns == len(branch.path)
         assert branch in branches._by_owner[branch.owner]
         for known_hash in branch.hashes:

@@ -5,6 +5,7 @@ The checks after every step and for every turn are in `turn_driver`.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -141,7 +142,10 @@ class Driver(TurnDriver):
     def _draft(self, draft: Draft) -> tuple[TurnFacts, str | None]:
         conversation_id = None if draft.conversation < 0 else f"c{draft.conversation}"
         history = self.histories.get(conversation_id, ()) if conversation_id else ()
-        return facts_of(draft, history, self.bench, self.harness.max_context_tokens), conversation_id
+        # Some turns replace the end of the history; a turn without any may begin with a prefix, so one stays.
+        keep = 1 + draft.seed // 8 % len(history) if history and draft.seed % 8 == 0 else len(history)
+        facts = facts_of(draft, history[:keep], self.bench, self.harness.max_context_tokens)
+        return dataclasses.replace(facts, replaced=history[keep:]), conversation_id
 
     def _expect(self, errors, call) -> None:
         try:

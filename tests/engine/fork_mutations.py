@@ -5,7 +5,7 @@ from __future__ import annotations
 from pensieve_jax.cache import CachedSequence, CacheManager, EvictionClass, Role
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.trunks import SharedChunks
-from pensieve_jax.engine import chunk_index
+from pensieve_jax.engine import branches, chunk_index
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.chunk_index import ChunkIndex
 from pensieve_jax.engine.live import TurnEnd
@@ -193,11 +193,11 @@ def a_turn_behind_an_earlier_one_extends(patch):
     """Take the branch although its tip is another turn."""
     begin = BranchTable._begin
 
-    def begun(self, node, place, prompt, twin):
+    def begun(self, node, place, prompt, twin, *rest):
         if place.branch is not None and not place.branch.busy and twin is None:
-            branch, origin = place.branch, begin(self, node, place, prompt, twin)[1]
+            branch, origin = place.branch, begin(self, node, place, prompt, twin, *rest)[1]
             return branch, origin
-        return begin(self, node, place, prompt, twin)
+        return begin(self, node, place, prompt, twin, *rest)
 
     patch.setattr(BranchTable, "_begin", begun)
 
@@ -205,11 +205,11 @@ def a_turn_behind_an_earlier_one_extends(patch):
 def a_busy_branch_is_extended(patch):
     begin = BranchTable._begin
 
-    def begun(self, node, place, prompt, twin):
+    def begun(self, node, place, prompt, twin, *rest):
         if place.branch is None or not place.branch.busy or twin is not None:
-            return begin(self, node, place, prompt, twin)
+            return begin(self, node, place, prompt, twin, *rest)
         place.branch.busy = False
-        return begin(self, node, place, prompt, twin)
+        return begin(self, node, place, prompt, twin, *rest)
 
     patch.setattr(BranchTable, "_begin", begun)
 
@@ -218,10 +218,10 @@ def turns_end_a_token_early(patch):
     """Begin a fork with one token less than its parent has."""
     settled = BranchTable.settled
 
-    def short(self, branch, node):
-        settled(self, branch, node)
+    def short(self, branch, node, *rest):
+        settled(self, branch, node, *rest)
         end = branch.path[node.turn_id]
-        branch.path[node.turn_id] = TurnEnd(end.num_tokens - 1, end.durable)
+        branch.path[node.turn_id] = TurnEnd(end.num_shared - 1, end.durable)
 
     patch.setattr(BranchTable, "settled", short)
 
@@ -258,11 +258,26 @@ def all_of_a_context_is_found(patch):
 def what_is_in_memory_only_has_durable_turns(patch):
     settled = BranchTable.settled
 
-    def durable(self, branch, node):
-        settled(self, branch, node)
+    def durable(self, branch, node, *rest):
+        settled(self, branch, node, *rest)
         branch.path[node.turn_id] = branch.path[node.turn_id]._replace(durable=not node.durable)
 
     patch.setattr(BranchTable, "settled", durable)
+
+
+def forks_share_what_the_source_replaces(patch):
+    """Let a fork share tokens of its source that a later turn on the source has replaced."""
+    behind = BranchTable._behind
+
+    def shared(self, *parent):
+        place = behind(self, *parent)
+        return place._replace(num_shared=len(place.token_ids) if place.branch else 0)
+
+    patch.setattr(BranchTable, "_behind", shared)
+
+
+def replaced_tokens_stay_on_the_path(patch):
+    patch.setattr(branches, "replace_tokens", lambda path, keep, replaced: None)
 
 
 FORK_MUTATIONS: dict[str, Mutation] = {
@@ -292,5 +307,7 @@ FORK_MUTATIONS: dict[str, Mutation] = {
         branches_stay_in_the_index,
         all_of_a_context_is_found,
         what_is_in_memory_only_has_durable_turns,
+        forks_share_what_the_source_replaces,
+        replaced_tokens_stay_on_the_path,
     )
 }

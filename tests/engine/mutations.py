@@ -20,7 +20,7 @@ from pensieve_jax.cache import (
 )
 from pensieve_jax.cache.chunk_store import ChunkStore
 from pensieve_jax.cache.evictor import Evictor
-from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.turn import ReplyState
@@ -160,10 +160,10 @@ def _truncate_otherwise(patch, owner, name, change):
     def changed_truncate(self, sequence, num_tokens):
         truncate(self, sequence, change(num_tokens) if inside else num_tokens)
 
-    def changed_method(self, *args):
+    def changed_method(self, *args, **options):
         inside.append(True)
         try:
-            return method(self, *args)
+            return method(self, *args, **options)
         finally:
             inside.pop()
 
@@ -177,6 +177,35 @@ def cancel_keeps_one_entry(patch):
 
 def truncate_keeps_kv(patch):
     _truncate_otherwise(patch, ConversationTable, "truncate", lambda num_tokens: 1 << 30)
+
+
+def replaced_kv_is_kept(patch):
+    """Keep the KV of the tokens that a turn replaces, as if they were those of its prompt."""
+    _truncate_otherwise(patch, ConversationTable, "replace_from", lambda num_tokens: 1 << 30)
+
+
+def cancel_keeps_the_kv_of_a_replacement(patch):
+    """Count the KV of a cancelled turn's prompt as that of the tokens that it had replaced."""
+    rollback = Conversation.rollback
+    replaced: list[int] = []
+
+    def rolled_back(self):
+        replaced[:] = [len(self.replaced)]
+        rollback(self)
+
+    patch.setattr(Conversation, "rollback", rolled_back)
+    _truncate_otherwise(patch, TurnLedger, "_roll_back", lambda num_tokens: num_tokens + replaced[0])
+
+
+def a_cancelled_turn_keeps_its_replacement(patch):
+    """Forget the tokens that a cancelled turn would have replaced."""
+    rollback = Conversation.rollback
+
+    def rolled_back(self):
+        self.replaced = []
+        rollback(self)
+
+    patch.setattr(Conversation, "rollback", rolled_back)
 
 
 def drop_without_marking(patch):
@@ -299,6 +328,9 @@ MUTATIONS: dict[str, Mutation] = {
             overrun_token_kept,
             cancel_keeps_one_entry,
             truncate_keeps_kv,
+            replaced_kv_is_kept,
+            cancel_keeps_the_kv_of_a_replacement,
+            a_cancelled_turn_keeps_its_replacement,
             suspended_token_forgotten,
             lost_pools_still_count,
             ending_id_allowed_too_early,

@@ -206,6 +206,9 @@ class ObservedStore:
     def truncate(self, conversation_id: str, num_tokens: int) -> Cut:
         return self.inner.truncate(conversation_id, num_tokens)
 
+    def truncate_turns(self, conversation_id: str, num_turns: int) -> Cut:
+        return self.inner.truncate_turns(conversation_id, num_turns)
+
     def delete(self, conversation_id: str) -> None:
         self.inner.delete(conversation_id)
 

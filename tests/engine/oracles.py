@@ -31,7 +31,11 @@ from tests.engine.fake_transfers import Delays
 
 @dataclass(frozen=True)
 class TurnFacts:
-    """Inputs that determine a turn's tokens. The first `num_prefix_tokens` of a first prompt are shared."""
+    """Inputs that determine a turn's tokens.
+
+    The first `num_prefix_tokens` of a first prompt are shared. The prompt replaces `replaced`, which followed
+    `history`.
+    """
 
     history: tuple[int, ...]
     prompt: tuple[int, ...]
@@ -39,6 +43,12 @@ class TurnFacts:
     seed: int
     max_total_tokens: int
     num_prefix_tokens: int = 0
+    replaced: tuple[int, ...] = ()
+
+    @property
+    def keep(self) -> int | None:
+        """What the turn's specification says of the history."""
+        return len(self.history) if self.replaced else None
 
     @property
     def max_output_len(self) -> int:
@@ -119,7 +129,7 @@ def spec_of(facts: TurnFacts, conversation_id: str | None) -> TurnSpec:
     """Return the turn's specification as it is submitted."""
     cut = facts.num_prefix_tokens
     prefix = SharedPrefix(facts.prompt[:cut]) if cut else None
-    return TurnSpec(facts.prompt[cut:], facts.params, conversation_id, prefix=prefix)
+    return TurnSpec(facts.prompt[cut:], facts.params, conversation_id, prefix=prefix, keep=facts.keep)
 
 
 def prompt_ids(seed: int, length: int, vocab_size: int) -> tuple[int, ...]:

@@ -115,12 +115,15 @@ class TreeScenario:
             "durable": durable,
             "max_tokens": choose.pick((1, 4, 12, 40)),
             "temperature": choose.pick((0.0, 1.0)),
+            "keep": None,
         }
+        if parent is not None and choose.pick((True, False, False)):
+            more["keep"] = choose.integer(0, len(self.tokens[parent]))
         prompt = self._prompt(parent, owner)
         try:
             sent = self.trees.send(parent, prompt, **more)
         except ContextLengthError:
-            assert self.trees.facts(parent, prompt, max_tokens=4).max_output_len < 1
+            assert self.trees.facts(parent, prompt, max_tokens=4, keep=more["keep"]).max_output_len < 1
             return
         except UnknownTurnError:
             assert before is not None and not before.durable, "a durable turn was forgotten"

@@ -36,11 +36,22 @@ class Forest:
         self.engine = harness.engine
         self.tokens: dict[str, tuple[int, ...]] = {}
 
-    def facts(self, parent: str | None, prompt: Sequence[int], seed: int = 0, **params: object) -> TurnFacts:
-        """Return the facts that determine a turn after `parent`."""
-        history = () if parent is None else self.tokens[parent]
+    def facts(
+        self,
+        parent: str | None,
+        prompt: Sequence[int],
+        seed: int = 0,
+        *,
+        keep: int | None = None,
+        **params: object,
+    ) -> TurnFacts:
+        """Return the facts that determine a turn after `parent`, or after its first `keep` tokens."""
+        path = () if parent is None else self.tokens[parent]
+        history, replaced = path[:keep], () if keep is None else path[keep:]
         parameters = SamplingParams(**{"ignore_eos": True, "seed": seed, "max_tokens": 8} | params)
-        return TurnFacts(history, tuple(prompt), parameters, seed, self.harness.max_context_tokens)
+        return TurnFacts(
+            history, tuple(prompt), parameters, seed, self.harness.max_context_tokens, replaced=replaced
+        )
 
     def send(
         self,
@@ -52,6 +63,7 @@ class Forest:
         owner: str = "ann",
         durable: bool = True,
         is_response: bool = False,
+        keep: int | None = None,
         **params: object,
     ) -> list[Sent]:
         """Queue a turn, or several choices of one; `is_response` attaches a response to each."""
@@ -59,7 +71,7 @@ class Forest:
             prompt = self.harness.prompt(prompt, seed)
         sent, specs = [], []
         for choice in range(number):
-            facts = self.facts(parent, prompt, seed + choice, **params)
+            facts = self.facts(parent, prompt, seed + choice, keep=keep, **params)
             turn_id = new_turn_id(parent)
             draft = None
             if is_response:
@@ -73,7 +85,7 @@ class Forest:
                     expires_at_s=1e12,
                 )
             node = TurnNode(turn_id=turn_id, parent_id=parent, owner=owner, durable=durable, attachment=draft)
-            specs.append(TurnSpec(facts.prompt, facts.params, node=node))
+            specs.append(TurnSpec(facts.prompt, facts.params, node=node, keep=keep))
             sent.append((node, facts))
         turns = self.harness.submit_all(specs)
         return [Sent(turn, node, facts) for turn, (node, facts) in zip(turns, sent, strict=True)]

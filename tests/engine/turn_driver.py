@@ -150,7 +150,7 @@ class TurnDriver:
         """Run the remaining turns, resend lost ones, check all histories, and free every page."""
         self.drain()
         for facts, conversation_id in self.lost:
-            if facts.history != self.histories.get(conversation_id, ()):
+            if facts.history + facts.replaced != self.histories.get(conversation_id, ()):
                 continue  # another turn or a truncation came between
             turn = self.harness.submit(facts, conversation_id)
             self.running.append(Running(turn, facts, conversation_id))

@@ -107,7 +107,7 @@ def test_only_a_turn_that_continues_an_older_head_is_refused(store):
     assert [turn.turn_id for turn in store.load("alice").turns] == [head, first.turn_id]
     assert num_turns(store) == 3 and store.info("alice").num_tokens == 10
     cut = store.truncate("alice", 0)
-    assert cut == (0, None, first.turn_id) and store.head("alice") is None
+    assert cut == (0, None, first.turn_id, 0) and store.head("alice") is None
     assert list(store.commit([behind(first.turn_id, 2)])) == [0]
     assert store.commit([anew]) == {} and store.load("alice").turns == (anew,)
 
@@ -228,7 +228,7 @@ def test_a_path_with_a_missing_turn_is_reported_and_a_loop_ends(store):
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["commit", "fork", "truncate", "delete"]),
+        st.sampled_from(["commit", "commit", "replace", "fork", "truncate", "truncate_turns", "delete"]),
         st.integers(0, 3),
         st.integers(0, 3),
         st.floats(0, 1),
@@ -240,16 +240,21 @@ operations = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(operations=operations)
 def test_conversations_equal_plain_lists_and_nothing_else_is_stored(operations):
-    """Compares with lists of tokens; afterwards every turn in the table is on the path to a head."""
-    said: dict[str, list[list[int]]] = {}
+    """Compares with lists of tokens; afterwards every turn in the table is on the path to a head.
+
+    A conversation is a list of its turns, each with its own tokens and all tokens at its end.
+    """
+    said: dict[str, list[tuple[list[int], list[int]]]] = {}
     with SQLiteHistoryStore(None, fingerprint=FINGERPRINT) as store:
         for step, (what, one, other, part) in enumerate(operations):
             name, new = f"c{one}", f"c{other}"
-            num_tokens = int(part * sum(map(len, said.get(name, []))))
-            if what == "commit":
-                index = len(said.setdefault(name, []))
-                store.commit([named(index, name, prompt=(step,), output=(step, one))])
-                said[name].append([step, step, one])
+            before = said[name][-1][1] if said.get(name) else []
+            num_tokens = int(part * len(before))
+            if what in ("commit", "replace"):
+                turns = said.setdefault(name, [])
+                keep = num_tokens if what == "replace" and num_tokens < len(before) else None
+                store.commit([named(len(turns), name, prompt=(step,), output=(step, one), keep=keep)])
+                turns.append(([step, step, one], [*before[:keep], step, step, one]))
             elif name not in said or (what == "fork" and new in said):
                 continue
             elif what == "fork":
@@ -258,6 +263,10 @@ def test_conversations_equal_plain_lists_and_nothing_else_is_stored(operations):
             elif what == "truncate":
                 store.truncate(name, num_tokens)
                 said[name] = beginning(said[name], num_tokens)
+            elif what == "truncate_turns":
+                del said[name][other:]
+                cut = store.truncate_turns(name, len(said[name]))
+                assert cut.num_tokens == (len(said[name][-1][1]) if said[name] else 0)
             else:
                 store.delete(name)
                 del said[name]
@@ -265,8 +274,9 @@ def test_conversations_equal_plain_lists_and_nothing_else_is_stored(operations):
         for name, turns in said.items():
             record = store.load(name)
             own = [list(turn.prompt_token_ids + turn.output_token_ids) for turn in record.turns]
-            assert own == turns
-            assert record.token_ids.tolist() == [token for turn in turns for token in turn]
+            assert own == [own for own, _ in turns]
+            assert record.token_ids.tolist() == (turns[-1][1] if turns else [])
+            assert store.info(name).num_tokens == len(record.token_ids)
             needed.update(turn.turn_id for turn in record.turns)
         assert {info.conversation_id for info in store.conversations()} == said.keys()
         rows = store._connection.execute("SELECT turn_id FROM turns").fetchall()
@@ -274,10 +284,75 @@ def test_conversations_equal_plain_lists_and_nothing_else_is_stored(operations):
 
 
 def beginning(turns, num_tokens):
-    """Return the first tokens, grouped by their turns."""
-    kept = []
-    for turn in turns:
-        if num_tokens > 0:
-            kept.append(turn[:num_tokens])
-        num_tokens -= len(turn)
-    return kept
+    """Return the first tokens, grouped by their turns: the last that has the final one is cut behind it."""
+    begun = [i for i, (own, context) in enumerate(turns) if len(context) - len(own) < num_tokens]
+    if not begun:
+        return []
+    own, context = turns[begun[-1]]
+    num_own = num_tokens - (len(context) - len(own))
+    return [*turns[: begun[-1]], (own[:num_own], context[:num_tokens])]
+
+
+# --- turns that replace tokens before them
+
+
+def test_a_turn_that_replaces_tokens_is_read_as_it_was_written(store):
+    first, last = placed(), named(1, prompt=(8, 9), keep=2)
+    second = placed(first, prompt=(6, 7), keep=1)
+    third = placed(second, prompt=(9,))
+    assert store.commit([first, second, third, named(), last]) == {}
+    record = store.load_turn("ann", third.turn_id)
+    assert record.turns == (first, second, third)
+    assert record.token_ids.tolist() == [1, 6, 7, 4, 5, 9, 4, 5]
+    assert store.load_turn("ann", first.turn_id).token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert store.load("alice").token_ids.tolist() == [1, 2, 8, 9, 4, 5]
+    assert store.info("alice").num_tokens == 6 and store.info("alice").num_turns == 2
+
+
+@pytest.mark.parametrize("keep", [-1, 5, 6, 2.0, True, "2"])
+def test_a_turn_keeps_a_part_of_the_tokens_before_it(store, keep):
+    root = placed()
+    store.commit([root])
+    try:
+        (refused,) = store.commit([placed(root, keep=keep)]).values()
+    except InvalidRequestError as error:
+        refused = error
+    assert isinstance(refused, InvalidRequestError) and "keep" in str(refused)
+    assert num_turns(store) == 1
+
+
+def test_a_first_turn_has_nothing_to_keep(store):
+    (refused,) = store.commit([placed(keep=0)]).values()
+    assert "keep is 0" in str(refused)
+    with pytest.raises(InvalidRequestError, match="keep is 0"):
+        store.commit([named(keep=0)])
+    assert store.conversations() == [] and not num_turns(store)
+
+
+def test_a_changed_number_of_kept_tokens_is_detected(store):
+    first = placed()
+    second = placed(first, keep=3)
+    store.commit([first, second])
+    store._connection.execute("UPDATE turns SET num_tokens = num_tokens - 1 WHERE turn_index = 1")
+    with pytest.raises(HistoryCorruptError, match=f"Turn '{second.turn_id}' is damaged"):
+        store.load_turn("ann", second.turn_id)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "turns", "tokens"), [(2, 2, [1, 9, 4, 5]), (1, 1, [1, 2, 3, 4, 5]), (0, 0, [])]
+)
+def test_turns_that_later_ones_have_replaced_come_back(store, num_kept, turns, tokens):
+    store.commit([named(0), named(1, prompt=(9,), keep=1), named(2, prompt=(8,), keep=2)])
+    assert store.load("alice").token_ids.tolist() == [1, 9, 8, 4, 5]
+    cut = store.truncate_turns("alice", num_kept)
+    assert (cut.num_turns, cut.num_tokens) == (turns, len(tokens))
+    assert store.load("alice").token_ids.tolist() == tokens and num_turns(store) == turns
+
+
+@pytest.mark.parametrize("number", [-1, 2, 1.0, True, None])
+def test_only_turns_that_exist_can_be_kept(store, number):
+    store.commit([named(0)])
+    with pytest.raises(InvalidRequestError, match="num_turns"):
+        store.truncate_turns("alice", number)
+    with pytest.raises(UnknownConversationError):
+        store.truncate_turns("nobody", 0)

@@ -1,4 +1,4 @@
-"""A turn sends what the template adds to the history, and never renders the history's replies again."""
+"""The context of a turn is what the template writes for the whole conversation, in the ids as sampled."""
 
 import functools
 from datetime import datetime
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
-from pensieve_jax.text import ChatFormat, Tokenizer, byte_tokenizer
+from pensieve_jax.text import ChatFormat, EarlierTurn, Tokenizer, byte_tokenizer
 from tests.text.tokenizer_zoo import byte_level_backend, metaspace_backend
 
 CHATML = """\
@@ -52,62 +52,87 @@ def user(content):
     return {"role": "user", "content": content}
 
 
-def reply(tokenizer, text, ending="", finish_reason="stop"):
-    """Return (output_text, output_token_ids, finish_reason) as an earlier turn holds them."""
-    ids = tokenizer.encode(text, add_bos=False) + tokenizer.encode(ending, add_bos=False)
-    return text, ids, finish_reason
+class Conversation:
+    """A conversation as an engine holds it: turns, and the tokens of the context."""
+
+    def __init__(self, tokenizer, **options):
+        self.tokenizer = tokenizer
+        self.format = ChatFormat(tokenizer, **options)
+        self.turns, self.ids = [], []
+
+    def begin(self, *messages):
+        """Begin a turn: return how many tokens of the context stay, and the text of the prompt."""
+        keep, prompt = self.format.turn_prompt(self.turns, self.ids, messages)
+        assert prompt and 0 <= keep <= len(self.ids)
+        self.messages, self.ids = messages, [*self.ids[:keep], *prompt]
+        return keep, self.tokenizer.decode_raw(prompt)
+
+    def end(self, ids, text=None):
+        """End the turn with the reply's ids, and the text that was shown."""
+        self.ids = [*self.ids, *ids]
+        self.turns.append(EarlierTurn(self.messages, text, tuple(ids), len(self.ids)))
+
+    def turn(self, message, text, ending=""):
+        """Run a turn whose reply ends with ids that are not shown."""
+        self.begin(user(message))
+        ids = self.tokenizer.encode(text, add_bos=False) + self.tokenizer.encode(ending, add_bos=False)
+        self.end(ids, text)
+
+    @property
+    def text(self):
+        return self.tokenizer.decode_raw(self.ids)
 
 
-def turn_text(tokenizer, earlier, new_messages):
-    return tokenizer.decode_raw(ChatFormat(tokenizer).turn_token_ids(earlier, new_messages))
-
-
-def test_the_first_turn_is_the_whole_rendering_behind_one_bos():
+def test_the_first_turn_is_the_whole_rendering():
+    """A beginning-of-sequence token is there only if the template writes it."""
     for tokenizer, expected in (
-        (chatml(), "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+        (chatml(), "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
         (byte_tokenizer(), "<bos><|user|>hi<|end|><|assistant|>"),
     ):
-        ids = ChatFormat(tokenizer).turn_token_ids([], [user("hi")])
+        ids = ChatFormat(tokenizer).token_ids([user("hi")])
         assert ids == tokenizer.encode(expected, add_bos=False)
-        assert ids.count(tokenizer.bos_id) == 1
+        assert ids.count(tokenizer.bos_id) == expected.count("<bos>")
 
 
 @pytest.mark.parametrize(
-    ("ending", "finish_reason", "expected"),
+    ("ending", "num_lost", "prompt"),
     [
-        ("", "length", "<|im_end|>\n"),
-        ("<|im_end|>", "stop", "\n"),
-        ("<|im_end|>", "length", "\n"),  # ignore_eos, and the last id happens to be the marker
-        ("<|im_end|>\n", "stop", ""),
-        ("<s>", "stop", "<|im_end|>\n"),  # another id ended the turn
-        ("STOP", "stop", "<|im_end|>\n"),  # a stop string
+        ("", 0, "<|im_end|>\n"),
+        ("<|im_end|>", 0, "\n"),
+        ("<|im_end|>\n", 0, ""),
+        ("<s>", 1, "<|im_end|>\n"),  # another id ended the turn
+        ("STOP", 4, "<|im_end|>\n"),  # a stop string
     ],
 )
-def test_a_later_turn_closes_the_reply_once(ending, finish_reason, expected):
-    tokenizer = chatml()
-    earlier = [((user("hi"),), *reply(tokenizer, "the cat", ending, finish_reason))]
-    text = turn_text(tokenizer, earlier, [user("and?")])
-    assert text == expected + "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+def test_a_later_turn_closes_the_reply_once(ending, num_lost, prompt):
+    """Ids stay as far as they spell what the template writes."""
+    chat = Conversation(chatml())
+    chat.turn("hi", "the cat", ending)
+    num_before = len(chat.ids)
+    keep, text = chat.begin(user("and?"))
+    assert text == prompt + "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert keep == num_before - num_lost
 
 
 def test_an_empty_reply_is_closed_too():
-    text = turn_text(byte_tokenizer(), [((user("a"),), "", (), "truncated")], [user("b")])
-    assert text == "<|end|><|user|>b<|end|><|assistant|>"
+    chat = Conversation(byte_tokenizer())
+    chat.turn("a", "")
+    assert chat.begin(user("b")) == (5, "<|end|><|user|>b<|end|><|assistant|>")
 
 
-def test_a_cut_reply_without_text_is_closed_by_its_ids():
+def test_a_cut_reply_without_text_is_rendered_from_its_ids():
     tokenizer = byte_tokenizer()
     end = tokenizer.encode("<|end|>", add_bos=False)
-    for ids, expected in ((list(b"yo"), "<|end|>"), ([*b"yo", *end], ""), ([*end, *b"yo"], "<|end|>")):
-        text = turn_text(tokenizer, [((user("a"),), None, ids, "truncated")], [user("b")])
-        assert text == expected + "<|user|>b<|end|><|assistant|>"
-
-
-def test_a_marker_within_a_reply_is_not_its_end():
-    tokenizer = byte_tokenizer()
-    ids = [*b"a", 261, *b"b"]
-    earlier = [((user("x"),), "ab", ids, "length")]
-    assert turn_text(tokenizer, earlier, [user("y")]).startswith("<|end|><|user|>y")
+    for ids, num_kept, text in (
+        (list(b"yo"), 2, "<|end|>"),
+        ([*b"yo", *end], 3, ""),
+        ([*b"y", *end, *b"o"], 1, "o<|end|>"),  # a marker within a reply is not text
+    ):
+        chat = Conversation(tokenizer)
+        chat.begin(user("a"))
+        num_prompt = len(chat.ids)
+        chat.end(ids)
+        assert chat.begin(user("b")) == (num_prompt + num_kept, text + "<|user|>b<|end|><|assistant|>")
 
 
 contents = st.text(st.sampled_from("ab c\n{}%\u4e2d\"'<"), max_size=8)
@@ -119,112 +144,99 @@ contents = st.text(st.sampled_from("ab c\n{}%\u4e2d\"'<"), max_size=8)
     ended=st.booleans(),
 )
 def test_turns_joined_are_one_rendering(turns, ended):
-    # Contents are of any kind, with white space at their ends: the joined ids of all turns and replies equal
-    # the template's rendering of the whole conversation.
-    tokenizer = byte_tokenizer()
-    chat = ChatFormat(tokenizer)
-    earlier, ids, messages = [], [], []
+    """Contents are of any kind, with white space at their ends, and all tokens stay."""
+    chat = Conversation(byte_tokenizer())
+    expected = "<bos>"
     for texts, reply_text in turns:
-        new = tuple(user(text) for text in texts)
-        ids += chat.turn_token_ids(earlier, new)
-        output = [*reply_text.encode(), *([261] if ended else [])]
-        ids += output
-        earlier.append((new, reply_text, output, "stop" if ended else "length"))
-        messages += [*new, {"role": "assistant", "content": reply_text}]
-    expected = "<bos>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in messages)
-    assert tokenizer.decode_raw(ids) + ("" if ended else "<|end|>") == expected
+        num_before = len(chat.ids)
+        assert chat.begin(*map(user, texts))[0] == num_before
+        expected += "".join(f"<|user|>{text}<|end|>" for text in texts) + "<|assistant|>"
+        assert chat.ids == chat.tokenizer.encode(expected, add_bos=False)
+        chat.end([*reply_text.encode(), *([261] if ended else [])], reply_text)
+        expected += f"{reply_text}<|end|>"
 
 
-def test_the_stored_ids_need_not_be_those_of_the_text():
-    # "the" is spelled by its letters, which no tokenizer would return for the text: only the text after it
-    # counts.
+def test_sampled_ids_stay_however_the_text_is_divided():
+    """ "the" is spelled by its letters, which no tokenizer would return for the text."""
     tokenizer = chatml()
     letters = [tokenizer.encode(letter, add_bos=False)[0] for letter in "the"]
     assert letters != tokenizer.encode("the", add_bos=False)
-    earlier = [((user("hi"),), "the", letters, "length")]
-    assert turn_text(tokenizer, earlier, [user("x")]).startswith("<|im_end|>\n<|im_start|>user")
+    chat = Conversation(tokenizer)
+    chat.begin(user("hi"))
+    chat.end(letters, "the")
+    before = list(chat.ids)
+    assert chat.begin(user("x"))[1].startswith("<|im_end|>\n<|im_start|>user")
+    assert chat.ids[: len(before)] == before
 
 
 def test_a_template_in_the_manner_of_llama_2():
-    # The template has spaces around a reply that the model's ids need not have, and its own bos in every
-    # turn.
+    """It writes spaces around a reply, and its own bos in every turn."""
     tokenizer = with_template(LLAMA2)
-    for output, finish_reason, expected in (
-        ((*b" r", 257), "stop", ""),
-        (tuple(b" r"), "length", " <eos>"),
+    for ids, num_kept, text in (
+        ([*b" r", 257], 2, " <eos>"),  # sampled without the space before the end
+        ([*b" r ", 257], 4, ""),
+        (list(b" r"), 2, " <eos>"),
+        (list(b"r"), 0, " r <eos>"),
     ):
-        earlier = [((user("a"),), " r", output, finish_reason)]
-        assert turn_text(tokenizer, earlier, [user("b")]) == expected + "<bos>[INST] b [/INST]"
+        chat = Conversation(tokenizer)
+        chat.begin(user("a"))
+        num_prompt = len(chat.ids)
+        chat.end(ids, "r")
+        assert chat.begin(user("b")) == (num_prompt + num_kept, text + "<bos>[INST] b [/INST]")
     with pytest.raises(ChatTemplateError, match="Roles must alternate"):
-        ChatFormat(tokenizer).turn_token_ids([], [user("a"), user("b")])
+        ChatFormat(tokenizer).token_ids([user("a"), user("b")])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ messages | length }} messages: " + PLAIN,
-        PLAIN.replace("in messages", "in messages | reverse"),
-        PLAIN.replace("in messages", "in messages[-1:]"),
-        PLAIN.replace("\n", "{{ eos_token if loop.last }}\n"),
-        PLAIN.replace("\n", "{{ eos_token if loop.last and m.role == 'assistant' }}\n"),
-        PLAIN.replace("m.content", "m.content | upper"),
-        PLAIN.replace("assistant: ", "assistant (thinking): "),
-        PLAIN + "{{ messages[1].content if messages | length > 2 }}",
-    ],
-)
-def test_a_template_without_the_prefix_property_is_refused(template):
-    chat = ChatFormat(with_template(template))
-    assert chat.turn_token_ids([], [user("a")])
-    with pytest.raises(ChatTemplateError, match="cannot continue a conversation"):
-        chat.turn_token_ids([((user("a"),), "r", tuple(b"r"), "length")], [user("b")])
+REWRITING = [
+    "{{ messages | length }} messages: " + PLAIN,
+    PLAIN.replace("in messages", "in messages | reverse"),
+    PLAIN.replace("in messages", "in messages[-1:]"),
+    PLAIN.replace("\n", "{{ eos_token if loop.last }}\n"),
+    PLAIN.replace("\n", "{{ eos_token if loop.last and m.role == 'assistant' }}\n"),
+    PLAIN.replace("m.content", "m.content | upper"),
+    PLAIN.replace("m.content", "m.content | trim"),
+    PLAIN.replace("m.content", "m.content.split('e')[-1]"),
+    PLAIN.replace("assistant: ", "assistant (thinking): "),
+    PLAIN + "{{ messages[1].content if messages | length > 2 }}",
+]
 
 
-@pytest.mark.parametrize(
-    ("output", "finish_reason", "is_told"),
-    [
-        (b"r", "length", True),
-        (b"r", "stop", True),
-        (b"r\n", "stop", True),
-        ((*b"r", 257), "stop", True),
-        (b"r\n.", "stop", False),
-        (b"r.", "stop", False),
-        ((*b"r", 258), "stop", False),
-        ((*b"r", 258), "length", True),  # sampled, and not what ended it
-        ((258, *b"r", 257), "stop", True),
-        ((258, *b"r."), "stop", False),
-    ],
-)
-def test_a_reply_ends_with_its_known_ending_or_the_templates(output, finish_reason, is_told):
-    chat = ChatFormat(with_template(PLAIN))
-    earlier = [((user("a"),), "r", tuple(output), finish_reason)]
-    ids = chat.turn_token_ids(earlier, [user("b")])
-    if is_told:
-        assert chat.turn_token_ids(earlier, [user("b")], exact_only=True) == ids
-    else:
-        with pytest.raises(ChatTemplateError, match="more than its text"):
-            chat.turn_token_ids(earlier, [user("b")], exact_only=True)
-    assert chat.may_follow(earlier[0]) is is_told, "the ids alone show it"
+@pytest.mark.parametrize("template", [PLAIN, *REWRITING])
+@pytest.mark.parametrize("ending", ["", "<eos>", "STOP"])
+def test_the_context_is_the_rendering_of_the_whole(template, ending):
+    """It holds for any template, and it takes as many tokens of the context as have that text."""
+    tokenizer = with_template(template)
+    chat = Conversation(tokenizer)
+    messages = []
+    for number, reply_text in enumerate((" one reply", "two\n", "", "three")):
+        before = list(chat.ids)
+        messages.append(user(f"question {number}"))
+        keep, _ = chat.begin(messages[-1])
+        expected = chat.format.token_ids(messages)
+        assert chat.ids == expected
+        assert keep == len(before) or before[keep] != expected[keep] or keep == len(expected) - 1
+        chat.end(tokenizer.encode(f"{reply_text}{ending}", add_bos=False), reply_text)
+        messages.append({"role": "assistant", "content": reply_text})
 
 
-def test_a_template_that_refuses_short_conversations_sets_no_ending():
-    strict = "{% if messages|length < 9 %}{{ raise_exception('too few') }}{% endif %}" + PLAIN
-    stopped = ((user("a"),), "r", tuple(b"r."), "stop")
-    assert ChatFormat(with_template(strict)).may_follow(stopped)
-    assert not ChatFormat(with_template(PLAIN)).may_follow(stopped)
+def test_the_day_is_that_of_the_turn():
+    """A template that writes the date begins anew on the next day."""
+    days = iter((datetime(2031, 1, 2), datetime(2031, 1, 2), datetime(2031, 1, 3)))
+    template = "{{ strftime_now('%d') }} " + PLAIN
+    chat = Conversation(with_template(template), now=lambda: next(days))
+    chat.turn("a", "b")
+    keep = chat.begin(user("c"))[0]
+    assert keep == len(chat.text) - len("\nuser: c\nassistant: ")
+    chat.end(b"d", "d")
+    assert chat.begin(user("e"))[0] == 1 and chat.text.startswith("03 user: a\n")
 
 
-def test_a_plain_template_with_a_stop_string_for_marker():
-    tokenizer = with_template(PLAIN)
-    for output, expected in ((b"r\n", ""), (b"r", "\n"), (b"r\n.", "")):
-        text = turn_text(tokenizer, [((user("a"),), "r", tuple(output), "stop")], [user("b")])
-        assert text == expected + "user: b\nassistant: "
-
-
-def test_a_message_may_hold_the_placeholder_word():
-    tokenizer = byte_tokenizer()
-    earlier = [((user("ReplyStandsHere"),), "ReplyStandsHereX", tuple(b"r"), "length")]
-    text = turn_text(tokenizer, earlier, [user("ReplyStandsHereX")])
-    assert text == "<|end|><|user|>ReplyStandsHereX<|end|><|assistant|>"
+def test_at_least_one_token_is_new():
+    """Nothing may be left to write, but a step needs a token to sample the next one."""
+    chat = Conversation(with_template("<{{ messages[0].content }}>"))
+    chat.turn("a", "b")
+    assert chat.begin(user("c")) == (2, ">")
+    assert chat.text == "<a>"
 
 
 # --- turns without messages
@@ -232,12 +244,27 @@ def test_a_message_may_hold_the_placeholder_word():
 
 def test_chat_behind_raw_turns_starts_the_template_without_a_bos():
     tokenizer = byte_tokenizer()
-    raw = (None, "once", tuple(b"once"), "length")
-    assert turn_text(tokenizer, [raw], [user("a")]) == "<|user|>a<|end|><|assistant|>"
-    chat = ((user("a"),), "b", (*b"b", 261), "stop")
-    assert turn_text(tokenizer, [raw, chat], [user("c")]) == "<|user|>c<|end|><|assistant|>"
+    raw = EarlierTurn(None, "once", tuple(b"once"), 6)
+    raw_ids = list(b"??once")
+    chat = Conversation(tokenizer)
+    chat.turns, chat.ids = [raw], raw_ids
+    assert chat.begin(user("a")) == (6, "<|user|>a<|end|><|assistant|>")
+    chat.end([*b"b", 261], "b")
+    assert chat.begin(user("c")) == (12, "<|user|>c<|end|><|assistant|>")
     # A raw turn between chat turns: the template starts over after it.
-    assert turn_text(tokenizer, [chat, raw], [user("c")]) == "<|user|>c<|end|><|assistant|>"
+    chat.end([*b"d", 261], "d")
+    chat.ids += b"more"
+    chat.turns.append(EarlierTurn(None, "more", tuple(b"re"), len(chat.ids)))
+    num_before = len(chat.ids)
+    assert chat.begin(user("e")) == (num_before, "<|user|>e<|end|><|assistant|>")
+
+
+def test_raw_turns_stay_under_a_template_that_rewrites():
+    chat = Conversation(with_template(REWRITING[0]))
+    chat.turns, chat.ids = [EarlierTurn(None, "ce", tuple(b"ce"), 4)], list(b"once")
+    assert chat.begin(user("a")) == (4, "1 messages: user: a\nassistant: ")
+    chat.end(b"b", "b")
+    assert chat.begin(user("c"))[0] == 4 and chat.text.startswith("once3 messages: user: a\n")
 
 
 # --- tokenization at the seam
@@ -246,9 +273,14 @@ def test_chat_behind_raw_turns_starts_the_template_without_a_bos():
 def test_no_space_is_added_before_the_text_after_a_reply():
     backend = metaspace_backend(byte_fallback=False)
     tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", chat_template=PLAIN)
-    earlier = [((user("a"),), "the", tuple(tokenizer.encode("the", add_bos=False)), "length")]
-    ids = ChatFormat(tokenizer).turn_token_ids(earlier, [user("a")])
-    assert tokenizer.token_text(ids[0]) == "\n"
+    chat = Conversation(tokenizer)
+    chat.begin(user("a"))
+    ids = [tokenizer._backend.token_to_id(piece) for piece in ("th", "e")]
+    chat.end(ids, "the")
+    before = list(chat.ids)
+    keep, _ = chat.begin(user("a"))
+    assert keep == len(before), "the tokenizer has one token for the space before the reply and the reply"
+    assert tokenizer.token_text(chat.ids[keep]) == "\n"
 
 
 # --- what templates may use
@@ -260,9 +292,9 @@ def test_templates_run_as_written_for_transformers():
         "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}{{ eos_token }}"
     )
     chat = ChatFormat(with_template(template), now=lambda: datetime(2031, 1, 2))
-    ids = chat.turn_token_ids([], [{**user("<\u00e9>"), "name": "x"}])
+    ids = chat.token_ids([{**user("<\u00e9>"), "name": "x"}])
     assert with_template("").decode_raw(ids) == (
-        '<bos>{"role": "user", "content": "<\u00e9>", "name": "x"}2031<eos>'
+        '{"role": "user", "content": "<\u00e9>", "name": "x"}2031<eos>'
     )
 
 
@@ -272,7 +304,7 @@ def test_templates_run_as_written_for_transformers():
 )
 def test_templates_that_fail_or_reach_out_are_errors(template):
     with pytest.raises(ChatTemplateError, match="cannot render these messages"):
-        ChatFormat(with_template(template)).turn_token_ids([], [user("a")])
+        ChatFormat(with_template(template)).token_ids([user("a")])
 
 
 def test_missing_parts_are_named():
@@ -305,20 +337,4 @@ def test_missing_parts_are_named():
 )
 def test_malformed_messages_are_named(messages, field):
     with pytest.raises(InvalidRequestError, match=field):
-        ChatFormat(byte_tokenizer()).turn_token_ids([], messages)
-
-
-@pytest.mark.parametrize(
-    ("template", "last_id", "is_told"),
-    [(None, 261, True), (None, 257, True), (None, 258, False), (PLAIN, 261, False), (PLAIN, 257, True)],
-)
-def test_a_reply_may_end_with_the_marker_of_the_template_or_the_end_of_sequence(template, last_id, is_told):
-    """Id 261 is `<|end|>`, which only the first template writes; 257 is the end of sequence."""
-    chat = ChatFormat(byte_tokenizer() if template is None else with_template(template))
-    earlier = ((user("a"),), "r", (*b"r", last_id), "stop")
-    assert chat.may_follow(earlier) is is_told
-    if is_told:
-        assert chat.turn_token_ids([earlier], [user("b")], exact_only=True)
-    else:
-        with pytest.raises(ChatTemplateError, match="more than its text"):
-            chat.turn_token_ids([earlier], [user("b")], exact_only=True)
+        ChatFormat(byte_tokenizer()).token_ids(messages)

@@ -1,13 +1,13 @@
-"""Templates with the structure of Qwen2's, Qwen3's and Mistral's: how chats continue, and what is refused.
+"""Templates with the structure of published ones: what stays of a conversation, and what is written anew.
 
-They have the published structure, which decides whether a conversation only grows, and none of the text.
+They have the published structure, which decides what stays of a conversation, and none of the text.
 """
 
 import pytest
 
 from pensieve_jax.core.errors import ChatTemplateError
 from pensieve_jax.text import Tokenizer
-from tests.text.test_chat import ChatFormat, reply, turn_text, user
+from tests.text.test_chat import Conversation, user
 from tests.text.tokenizer_zoo import byte_level_backend, metaspace_backend
 
 AS_SAID = """\
@@ -51,6 +51,30 @@ MISTRAL = """\
 """
 
 
+# ChatML of early Qwen1.5 and vLLM: the end marker of the last message comes only before another message.
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content }}
+{%- if (loop.last and add_generation_prompt) or not loop.last %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+# Phi-3 and InternLM2: an end of sequence follows a rendering without generation prompt.
+PHI3 = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}
+"""
+# DeepSeek-R1's first template, LFM2.5, EXAONE 4: reasoning goes by the text of a reply.
+THINK_CUT = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content.split('</think>')[-1] + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+
 def qwen(template: str) -> Tokenizer:
     """Return a tokenizer without a beginning-of-sequence token."""
     backend = byte_level_backend(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
@@ -65,73 +89,83 @@ def system(content: str) -> dict[str, str]:
     return {"role": "system", "content": content}
 
 
+def check_second_turn(chat: Conversation, opening, message, reply: str, ending: str) -> int:
+    """Run a turn and begin another; return how many tokens of the first stay.
+
+    The context must be the rendering of the whole.
+    """
+    chat.begin(*opening)
+    ids = chat.tokenizer.encode(reply, add_bos=False) + chat.tokenizer.encode(ending, add_bos=False)
+    chat.end(ids, reply)
+    keep, _ = chat.begin(message)
+    assert chat.ids == chat.format.token_ids([*opening, {"role": "assistant", "content": reply}, message])
+    return keep
+
+
 def test_qwen2_puts_its_system_message_into_the_first_turn_only():
-    tokenizer = qwen(QWEN2)
-    first = turn_text(tokenizer, [], [user("hi")])
-    assert first == (
+    chat = Conversation(qwen(QWEN2))
+    keep = check_second_turn(chat, [user("hi")], user("and?"), "the cat", "<|im_end|>")
+    assert chat.text == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        "the cat<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     )
-    earlier = [((user("hi"),), *reply(tokenizer, "the cat", "<|im_end|>"))]
-    later = turn_text(tokenizer, earlier, [user("and?")])
-    assert later == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert keep == chat.turns[0].num_tokens
+    chat = Conversation(qwen(QWEN2))
+    check_second_turn(chat, [system("Rhyme."), user("hi")], user("more"), "the mat", "<|im_end|>")
+    assert chat.text.startswith("<|im_start|>system\nRhyme.<|im_end|>\n") and "Be kind." not in chat.text
 
 
-def test_qwen2_takes_a_given_system_message_instead():
-    tokenizer = qwen(QWEN2)
-    opening = (system("Rhyme."), user("hi"))
-    first = turn_text(tokenizer, [], opening)
-    assert first.startswith("<|im_start|>system\nRhyme.<|im_end|>\n") and "Be kind." not in first
-    later = turn_text(tokenizer, [(opening, *reply(tokenizer, "the mat", "<|im_end|>"))], [user("more")])
-    assert later == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+@pytest.mark.parametrize("template", [CHATML, PHI3, AS_SAID])
+@pytest.mark.parametrize("reply", ["the cat", "<think>\nthe mat\n</think>\n\nthe cat", ""])
+def test_templates_that_end_a_conversation_differently_only_grow(template, reply):
+    """The end marker stands once between a reply and the next message."""
+    chat = Conversation(qwen(template))
+    keep = check_second_turn(chat, [user("hi")], user("and?"), reply, "<|im_end|>")
+    assert keep == chat.turns[0].num_tokens
+    assert chat.text.count(f"{reply}<|im_end|>\n<|im_start|>user\nand?<|im_end|>") == 1
 
 
-@pytest.mark.parametrize(
-    ("prefill", "reason"),
-    [
-        ("''", "a reply does not follow its generation prompt directly"),
-        ("'<think>\n\n</think>\n\n'", "earlier messages are rendered differently when new ones follow"),
-    ],
-)
-@pytest.mark.parametrize("text", ["the cat", "<think>\nthe mat\n</think>\n\nthe cat"])
-def test_qwen3_cannot_go_on_under_a_template_that_forgets_reasoning(prefill, reason, text):
-    """With or without reasoning, or with it switched off: only the first turn works."""
-    tokenizer = qwen(f"{{%- set prefill = {prefill} %}}" + QWEN3)
-    assert turn_text(tokenizer, [], [user("hi")]).startswith("<|im_start|>user\nhi<|im_end|>\n")
-    earlier = [((user("hi"),), *reply(tokenizer, text, "<|im_end|>"))]
-    with pytest.raises(ChatTemplateError, match=f"{reason}; use a template that only appends"):
-        ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
+@pytest.mark.parametrize("prefill", ["''", "'<think>\n\n</think>\n\n'"])
+@pytest.mark.parametrize("thought", ["", "<think>\nthe mat\n</think>\n\n"])
+def test_qwen3_keeps_the_prompt_and_forgets_reasoning(prefill, thought):
+    """With or without reasoning, or with it switched off."""
+    chat = Conversation(qwen(f"{{%- set prefill = {prefill} %}}" + QWEN3))
+    keep = check_second_turn(chat, [user("hi")], user("and?"), f"{thought}the cat", "<|im_end|>")
+    whole = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    cleaned = "\n\n" if thought else ""
+    assert chat.text.startswith(f"{whole}{cleaned}the cat<|im_end|>\n<|im_start|>user\nand?")
+    num_whole = len(chat.tokenizer.encode(whole, add_bos=False))
+    if thought or prefill != "''":
+        assert keep in (num_whole - 1, num_whole)
+    else:
+        assert keep == chat.turns[0].num_tokens
 
 
-def test_qwen3_continues_with_a_template_that_keeps_reasoning():
-    """The reply's reasoning stays in the history."""
-    tokenizer = qwen(AS_SAID)
-    earlier = [((user("hi"),), *reply(tokenizer, "<think>\nthe mat\n</think>\n\nthe cat", "<|im_end|>"))]
-    later = turn_text(tokenizer, earlier, [user("and?")])
-    assert later == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+def test_reasoning_that_a_template_finds_in_the_text_is_dropped():
+    chat = Conversation(qwen(THINK_CUT))
+    keep = check_second_turn(chat, [user("hi")], user("and?"), "<think>the mat</think>the cat", "<|im_end|>")
+    assert "the mat" not in chat.text and "assistant\nthe cat<|im_end|>" in chat.text
+    assert keep == len(
+        chat.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_bos=False)
+    )
+    chat.end(chat.tokenizer.encode("the dog<|im_end|>", add_bos=False), "the dog")
+    assert chat.begin(user("so"))[0] == chat.turns[-1].num_tokens, "a reply without reasoning stays"
 
 
-@pytest.mark.parametrize(("ending", "closing"), [("</s>", ""), ("", "</s>")])
-def test_mistral_closes_a_reply_by_its_end_token_and_never_repeats_the_beginning(ending, closing):
+@pytest.mark.parametrize("ending", ["</s>", ""])
+def test_mistral_closes_a_reply_by_its_end_token_and_never_repeats_the_beginning(ending):
     tokenizer = mistral()
-    ids = ChatFormat(tokenizer).turn_token_ids([], [user("hi")])
-    assert ids.count(tokenizer.bos_id) == 1 and ids[0] == tokenizer.bos_id
-    finish_reason = "stop" if ending else "length"
-    earlier = [((user("hi"),), *reply(tokenizer, "the cat", ending, finish_reason))]
-    ids = ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
-    assert tokenizer.bos_id not in ids
-    assert ids[:1] == [tokenizer.eos_id] if closing else tokenizer.eos_id not in ids
-    assert "and?" not in tokenizer.decode_raw(ids[:1])
+    chat = Conversation(tokenizer)
+    keep = check_second_turn(chat, [user("hi")], user("and?"), "the cat", ending)
+    assert chat.ids.count(tokenizer.bos_id) == 1 and chat.ids[0] == tokenizer.bos_id
+    assert chat.ids.count(tokenizer.eos_id) == 1
+    assert keep == chat.turns[0].num_tokens
 
 
-def test_mistral_cannot_go_on_behind_a_system_message_that_moves():
-    tokenizer = mistral()
+def test_mistral_moves_its_system_message():
+    chat = Conversation(mistral())
     opening = (system("Rhyme."), user("hi"))
-    assert ChatFormat(tokenizer).turn_token_ids([], opening)
-    earlier = [(opening, *reply(tokenizer, "the cat", "</s>"))]
-    with pytest.raises(ChatTemplateError, match="cannot continue a conversation, since a reply does not"):
-        ChatFormat(tokenizer).turn_token_ids(earlier, [user("and?")])
-
-
-def test_mistral_wants_alternating_roles():
+    keep = check_second_turn(chat, opening, user("and?"), "the cat", "</s>")
+    assert 0 < keep < 10
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        ChatFormat(mistral()).turn_token_ids([], [user("hi"), user("hi")])
+        chat.begin(user("hi"), user("hi"))

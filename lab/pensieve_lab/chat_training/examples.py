@@ -57,8 +57,10 @@ class ConversationEncoder:
         self._tokenizer, self._end_id, self._user_weight = tokenizer, tokenizer.eos_id, user_weight
         self._format = ChatFormat(tokenizer)
         [self._mark] = self._encode_text(".")
+        message = {"role": "user", "content": "."}
         reply_ids = (self._mark, self._end_id)
-        self._before = EarlierTurn(({"role": "user", "content": "."},), ".", reply_ids, "stop")
+        self._context = [*self._format.token_ids([message]), *reply_ids]
+        self._before = EarlierTurn((message,), ".", reply_ids, len(self._context))
         self._frame = functools.cache(self._make_frame)
         self._later_exchange = functools.lru_cache(_MAX_EXCHANGES)(self._encode_exchange)
         self._text_ids = functools.lru_cache(_MAX_TEXTS)(self._encode_text)
@@ -95,7 +97,11 @@ class ConversationEncoder:
         messages = [{"role": "user", "content": "."}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        token_ids = self._format.turn_token_ids([] if is_first else [self._before], messages)
+        if is_first:
+            token_ids = self._format.token_ids(messages)
+        else:
+            keep, token_ids = self._format.turn_prompt([self._before], self._context, messages)
+            assert keep == len(self._context), "the template of the chat model appends only"
         end = len(token_ids) - token_ids[::-1].index(self._mark)
         return token_ids[: end - 1], token_ids[end:]
 

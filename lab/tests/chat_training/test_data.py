@@ -64,10 +64,12 @@ def chat_ids(tokenizer, conversation):
         messages = [{"role": "user", "content": user}]
         if index == 0 and conversation.system is not None:
             messages.insert(0, {"role": "system", "content": conversation.system})
-        ids += chat_format.turn_token_ids(earlier, messages)
+        keep, prompt = chat_format.turn_prompt(earlier, ids, messages)
+        assert keep == len(ids)
+        ids += prompt
         output = [*tokenizer.encode_after(ids[-1], reply), tokenizer.eos_id]
-        earlier.append(EarlierTurn(messages, reply, output, "stop"))
         ids += output
+        earlier.append(EarlierTurn(messages, reply, output, len(ids)))
     return ids
 
 

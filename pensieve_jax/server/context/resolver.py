@@ -9,21 +9,22 @@ ends with the reply of a finished turn is that turn's path, and the messages aft
 client that resends everything continues from its KV cache, with the token ids as they were sampled. An edited
 reply, or a second reply to the same message, becomes another branch of the tree.
 
-A reply that ended at a stop string cannot be a parent: its ids contain text that the client never received.
-It becomes part of the new turn. A turn of text, such as a completion, is always a parent: it has no messages,
-so its ids stay as they are. Without a match the whole context is the first turn of a new tree; the engine may
-still find its first chunks in other sequences of the owner.
+The new turn keeps the tokens of its path as far as the chat template still writes them (`ChatFormat`). A stop
+string at the end of a reply, which the client never received, is not among them. A turn of text, such as a
+completion, has no messages, so all its tokens stay. Without a match the whole context is the first turn of a
+new tree; the engine may still find its first chunks in other sequences of the owner.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, NamedTuple
 
-from pensieve_jax.core.errors import ChatTemplateError, UnknownTurnError
+from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import (
@@ -46,9 +47,7 @@ MatchKind = Literal["id", "message", "chunk", "none"]
 _MAX_LOOK_UPS: Final = 64
 """Number of last replies of a context that are looked up in the history; earlier ones only in memory."""
 _MAX_TRIES: Final = 8
-"""Number of parents tried for one context. Each try renders all messages, which the template may reject."""
-_MAX_REFUSED: Final = 2**16
-"""Number of turns remembered as unable to be parents. Checking one again means decoding its ids."""
+"""Number of parents tried for one context, if the history no longer has their paths."""
 
 
 class Memory(enum.Enum):
@@ -65,7 +64,8 @@ class ResolvedContext:
 
     Attributes:
       messages: the new messages of this turn.
-      prompt_token_ids: ids to append to the path of `parent`.
+      prompt_token_ids: ids after the first `keep` tokens of the path to `parent`.
+      keep: number of tokens of that path that stay in the context; 0 without a parent.
       parent: the turn that it continues from; None begins a new tree.
       by_id: whether the client named the parent, instead of the resolver finding it by messages.
       missed_tokens: estimated number of prompt tokens up to the last reply, which a longer match would have
@@ -76,6 +76,7 @@ class ResolvedContext:
     node: TurnNode
     messages: tuple[Message, ...]
     prompt_token_ids: list[int]
+    keep: int
     parent: PastTurn | None
     by_id: bool
     missed_tokens: int
@@ -83,19 +84,14 @@ class ResolvedContext:
     index: TurnIndex
 
     @property
-    def parent_tokens(self) -> int:
-        """Number of context tokens in the parent's path."""
-        return 0 if self.parent is None else self.parent.num_tokens
-
-    @property
     def num_context_tokens(self) -> int:
-        """Number of tokens of the parent's path and the prompt."""
-        return self.parent_tokens + len(self.prompt_token_ids)
+        """Number of tokens that stay of the parent's path, and of the prompt."""
+        return self.keep + len(self.prompt_token_ids)
 
     def spec(self, params: SamplingParams, attachment: object = None) -> TurnSpec:
         """Return the turn to submit to the engine, which commits `attachment` with it."""
         node = self.node if attachment is None else replace(self.node, attachment=attachment)
-        return TurnSpec(self.prompt_token_ids, params, messages=self.messages, node=node)
+        return TurnSpec(self.prompt_token_ids, params, messages=self.messages, node=node, keep=self.keep)
 
     def again(self, turn_id: str | None = None) -> ResolvedContext:
         """Return the same turn under another id, for several replies to one context or for a second run.
@@ -120,6 +116,7 @@ class ResolvedContext:
             before=self.node.chain,
             num_tokens=self.num_context_tokens + len(output.token_ids),
             messages=self.messages,
+            prompt_token_ids=self.prompt_token_ids,
             output_token_ids=output.token_ids,
             output_text=output.text,
             finish_reason=output.finish_reason,
@@ -193,8 +190,6 @@ class Resolver:
         self._index = index
         self._template = None if tokenizer is None else tokenizer.chat_template
         self._format: ChatFormat | None = None
-        # Turns that cannot be parents, by owner and id. Their token ids never change, so neither does this.
-        self._refused: set[tuple[str, str]] = set()
 
     @property
     def index(self) -> TurnIndex:
@@ -233,14 +228,11 @@ class Resolver:
         new = _NewTurn(owner, chains[-1], durable, epoch, token_limit, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
-            beginnings = self._known_beginnings(owner, messages, chains, only_durable)
-            # If a client ends every reply with a stop string, none of them can be a parent. They are skipped
-            # here, so that they do not use up the tries.
-            known = ((cut, turn) for cut, turn in beginnings if self._may_follow(turn))
+            known = self._known_beginnings(owner, messages, chains, only_durable)
             for cut, parent in itertools.islice(known, _MAX_TRIES):
-                found = self._known_behind(new, parent, messages[cut + 1 :])
-                if found:
-                    return found
+                with contextlib.suppress(UnknownTurnError):
+                    return self._behind(new, parent, messages[cut + 1 :], by_id=False)
+                self._index.forget(parent.owner, parent.turn_id)
         return self._new_tree(new, check_messages(messages))
 
     def resolve_after(
@@ -255,11 +247,6 @@ class Resolver:
     ) -> ResolvedContext:
         """Return the new turn of `messages` after the turn `turn_id`.
 
-        If that turn cannot be a parent, render the messages of its path again, after its last turn of text or
-        as a new tree. This happens if the template renders the path differently now, or if the turn's ids end
-        with a stop string, which no message contains. A turn of text can always be a parent: it has no
-        messages, so its ids are what the client sent and continues.
-
         Raises UnknownTurnError, and what `resolve` raises.
         """
         self._chat_format()
@@ -269,16 +256,7 @@ class Resolver:
         if durable and not parent.durable:
             raise UnknownTurnError(turn_id)
         new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch, token_limit)
-        found = None
-        if parent.messages is not None and self._may_follow(parent):
-            found = self._behind(new, parent, new_messages, by_id=True)
-        if found is not None:
-            return found
-        past = self.past(owner, turn_id)
-        messages = [*past.messages, *new_messages]
-        if past.text_turn is None:
-            return self._new_tree(new, messages)
-        return self._after_text(new, past.text_turn, messages)
+        return self._behind(new, parent, new_messages, by_id=True)
 
     def past(self, owner: str, turn_id: str) -> Past:
         """Return what the path to a turn contains; raise UnknownTurnError."""
@@ -320,53 +298,28 @@ class Resolver:
                 if parent is not None:
                     yield cut, parent
 
-    def _may_follow(self, parent: PastTurn) -> bool:
-        """Return whether the token ids of a turn's reply allow another turn after it."""
-        key = (parent.owner, parent.turn_id)
-        if key in self._refused:
-            return False
-        may_follow = self._chat_format().may_follow(_earlier(parent))
-        if not may_follow:
-            if len(self._refused) >= _MAX_REFUSED:
-                self._refused.clear()
-            self._refused.add(key)
-        return may_follow
-
-    def _known_behind(
-        self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message]
-    ) -> ResolvedContext | None:
-        try:
-            return self._behind(new, parent, messages, by_id=False)
-        except UnknownTurnError:
-            self._index.forget(parent.owner, parent.turn_id)
-            return None
-
     def _behind(
         self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message], *, by_id: bool
-    ) -> ResolvedContext | None:
-        """Return a new turn after `parent`, or None if the template cannot; raise UnknownTurnError."""
-        earlier = [_earlier(turn) for turn in self._index.path(parent)]
-        try:
-            token_ids = self._chat_format().turn_token_ids(
-                earlier, messages, exact_only=True, token_limit=new.token_limit
+    ) -> ResolvedContext:
+        """Return a new turn after `parent`; raise UnknownTurnError if its path is gone."""
+        earlier: list[EarlierTurn] = []
+        token_ids: list[int] = []
+        for turn in self._index.path(parent):
+            num_own = len(turn.prompt_token_ids) + len(turn.output_token_ids)
+            del token_ids[turn.num_tokens - num_own :]
+            token_ids += turn.prompt_token_ids
+            token_ids += turn.output_token_ids
+            earlier.append(
+                EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.num_tokens)
             )
-        except ChatTemplateError:
-            # There are three causes: the reply's ids end with a stop string, which no message contains; the
-            # template renders past messages differently once others follow; or it rejects these messages. In
-            # the last case the next try, which renders more messages, raises the error.
-            return None
-        return self._resolved(new, parent, messages, token_ids, by_id=by_id)
-
-    def _after_text(self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message]) -> ResolvedContext:
-        """Return a new turn of chat after a turn of text, whose ids stay as they are, whatever ended it."""
-        token_ids = self._chat_format().turn_token_ids(
-            [_earlier(parent)], messages, token_limit=new.token_limit
+        keep, prompt = self._chat_format().turn_prompt(
+            earlier, token_ids, messages, token_limit=new.token_limit
         )
-        return self._resolved(new, parent, messages, token_ids, by_id=True)
+        return self._resolved(new, parent, messages, prompt, keep=keep, by_id=by_id)
 
     def _new_tree(self, new: _NewTurn, messages: Sequence[Message]) -> ResolvedContext:
-        token_ids = self._chat_format().turn_token_ids([], messages, token_limit=new.token_limit)
-        return self._resolved(new, None, messages, token_ids, by_id=False)
+        token_ids = self._chat_format().token_ids(messages, token_limit=new.token_limit)
+        return self._resolved(new, None, messages, token_ids, keep=0, by_id=False)
 
     def _resolved(
         self,
@@ -375,6 +328,7 @@ class Resolver:
         messages: Sequence[Message],
         token_ids: list[int],
         *,
+        keep: int,
         by_id: bool,
     ) -> ResolvedContext:
         parent_id = None if parent is None else parent.turn_id
@@ -395,6 +349,7 @@ class Resolver:
             node=node,
             messages=tuple(messages),
             prompt_token_ids=token_ids,
+            keep=keep,
             parent=parent,
             by_id=by_id,
             missed_tokens=_missed_tokens(messages, len(token_ids)),
@@ -411,10 +366,6 @@ class Resolver:
 def has_reply(messages: Sequence[Message]) -> bool:
     """Return whether the messages contain a reply, so that an earlier turn can match."""
     return any(message["role"] == "assistant" for message in messages)
-
-
-def _earlier(turn: PastTurn) -> EarlierTurn:
-    return EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.finish_reason)
 
 
 def _first_user_position(messages: Sequence[Message]) -> int:

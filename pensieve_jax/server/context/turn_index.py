@@ -10,6 +10,7 @@ when the engine reports the turn as unknown.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from array import array
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.context.hashes import canonical_text, chain_after
 from pensieve_jax.text.messages import Message
@@ -34,7 +36,8 @@ class PastTurn:
       before: the chain up to and including its request messages, without its reply.
       num_tokens: number of tokens of the whole path, its reply included.
       messages: its request messages as they were rendered; None for a turn of text or token ids.
-      output_token_ids: token ids of its reply, four bytes each.
+      prompt_token_ids, output_token_ids: its own token ids, four bytes each. They follow the first tokens of
+        its parent's path, as many as `num_tokens` has more.
       output_text, finish_reason: text of its reply, and why it ended.
       durable: whether the history has it.
       chain: the chain up to and including its reply.
@@ -48,6 +51,7 @@ class PastTurn:
     before: bytes
     num_tokens: int
     messages: tuple[Message, ...] | None
+    prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     output_text: str | None
     finish_reason: str
@@ -57,6 +61,7 @@ class PastTurn:
 
     def __post_init__(self) -> None:
         """Pack the ids, extend the chain by the reply, and count the bytes."""
+        object.__setattr__(self, "prompt_token_ids", array("i", self.prompt_token_ids))
         object.__setattr__(self, "output_token_ids", array("i", self.output_token_ids))
         object.__setattr__(self, "chain", chain_after(self.before, "assistant", self.output_text or ""))
         object.__setattr__(self, "num_bytes", self._count_bytes())
@@ -64,7 +69,8 @@ class PastTurn:
     def _count_bytes(self) -> int:
         messages = self.messages or ()
         texts = sum(sys.getsizeof(message["content"]) for message in messages)
-        texts += sys.getsizeof(self.output_text) + 4 * len(self.output_token_ids)
+        texts += sys.getsizeof(self.output_text)
+        texts += 4 * (len(self.prompt_token_ids) + len(self.output_token_ids))
         return _TURN_BYTES + _MESSAGE_BYTES * len(messages) + texts
 
 
@@ -211,9 +217,10 @@ class HistoryTurns:
 
     def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
         """Return the newest turn with this chain and reply among the chain's newest turns, or None."""
-        for view in self._reader.find_chain(owner, before):
-            if canonical_text(view.output_text or "") == reply:
-                return _past(owner, view)
+        for turn_id, text in self._reader.find_chain(owner, before):
+            if canonical_text(text or "") == reply:
+                with contextlib.suppress(UnknownTurnError):  # deleted since
+                    return _past(owner, self._reader.turn(owner, turn_id))
         return None
 
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
@@ -229,6 +236,7 @@ def _past(owner: str, view: TurnView) -> PastTurn:
         before=view.chain,
         num_tokens=view.num_tokens,
         messages=view.messages,
+        prompt_token_ids=view.prompt_token_ids,
         output_token_ids=view.output_token_ids,
         output_text=view.output_text,
         finish_reason=view.finish_reason,

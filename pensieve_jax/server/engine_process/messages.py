@@ -102,6 +102,7 @@ class SentTurn(msgspec.Struct, array_like=True):
     messages: tuple[dict[str, Any], ...] | None = None
     prefix: SentPrefix | None = None
     node: SentNode | None = None
+    keep: int | None = None
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -225,6 +226,7 @@ def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
         None if spec.messages is None else tuple(map(dict, spec.messages)),
         None if prefix is None else _sent_prefix(prefix),
         None if node is None else _sent_node(node),
+        spec.keep,
     )
 
 
@@ -271,6 +273,7 @@ def received_spec(sent: SentTurn) -> TurnSpec:
             chain=node.chain,
             attachment=node.attachment,
         ),
+        sent.keep,
     )
 
 

@@ -113,6 +113,6 @@ def commit_context(services: Services, context: ResolvedContext, output: Output)
     """Add the finished turn to the index, so that later contexts continue from it, and count its match."""
     context.commit(output)
     services.metrics.matched(context.match_kind(output))
-    services.metrics.context(context.parent_tokens, context.missed_tokens)
+    services.metrics.context(context.keep, context.missed_tokens)
     if context.missed_tokens:
         services.metrics.rebuilt("unknown_reply")

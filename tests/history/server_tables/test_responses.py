@@ -450,8 +450,8 @@ def test_turns_are_found_by_chain_latest_first(store, reader):
     commit(store, root)
     commit(store, left, right)
     commit(store, strangers, owner="bob")
-    assert [view.turn_id for view in reader.find_chain("ann", b"two")] == [right.turn_id, left.turn_id]
-    assert [view.turn_id for view in reader.find_chain("ann", b"two", limit=1)] == [right.turn_id]
+    assert [found[0] for found in reader.find_chain("ann", b"two")] == [right.turn_id, left.turn_id]
+    assert [found[0] for found in reader.find_chain("ann", b"two", limit=1)] == [right.turn_id]
     assert reader.find_chain("ann", b"none") == reader.find_chain("ann", b"") == ()
     view = reader.turn("ann", right.turn_id)
     assert (view.parent_id, view.turn_index, view.num_tokens) == (root.turn_id, 1, 9)

@@ -159,16 +159,19 @@ class Scenario:
         assert (resolved.node.owner, resolved.node.durable) == (owner, durable)
         if not matches:
             assert parent_id is None
-            assert resolved.prompt_token_ids == self.format.turn_token_ids([], context)
-            assert resolved.parent_tokens == 0
+            assert resolved.prompt_token_ids == self.format.token_ids(context)
+            assert resolved.keep == 0
             return
         by_id = {turn.turn_id: turn for turn in matches}
         assert parent_id in by_id, f"{parent_id} is none of {list(by_id)}"
         turn = by_id[parent_id]
         self.num_found += 1
         new = context[len(turn.messages) :]
-        assert resolved.parent_tokens == len(turn.token_ids)
-        assert resolved.prompt_token_ids == self.format.turn_token_ids(turn.earlier, new)
+        expected = self.format.turn_prompt(turn.earlier, turn.token_ids, new)
+        assert (resolved.keep, resolved.prompt_token_ids) == expected
+        whole = self.format.token_ids([*turn.messages, *new])
+        written = self.tokenizer.decode_raw([*turn.token_ids[: resolved.keep], *resolved.prompt_token_ids])
+        assert written == self.tokenizer.decode_raw(whole)
 
     def commit(self, resolved: ResolvedContext, context: list[dict]) -> None:
         ids = [self.random.randrange(20, self.tokenizer.vocab_size) for _ in range(self.random.randint(1, 4))]
@@ -182,13 +185,16 @@ class Scenario:
         parent = next((turn for turn in self.turns if turn.turn_id == resolved.node.parent_id), None)
         new = context if parent is None else context[len(parent.messages) :]
         before = [] if parent is None else parent.messages
+        path = [] if parent is None else parent.token_ids
+        token_ids = [*path[: resolved.keep], *resolved.prompt_token_ids, *ids]
+        earlier = [] if parent is None else parent.earlier
         self.turns.append(
             ExpectedTurn(
                 owner=resolved.node.owner,
                 durable=turn.durable,
                 messages=[*before, *new, {"role": "assistant", "content": text}],
-                token_ids=[*(parent.token_ids if parent else ()), *resolved.prompt_token_ids, *ids],
-                earlier=[*(parent.earlier if parent else ()), EarlierTurn(new, text, ids, finish_reason)],
+                token_ids=token_ids,
+                earlier=[*earlier, EarlierTurn(new, text, ids, len(token_ids))],
                 turn_id=turn.turn_id,
                 parent=parent,
                 epoch=self.epoch,

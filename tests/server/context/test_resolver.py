@@ -134,7 +134,8 @@ def test_the_index_counts_about_as_many_bytes_as_it_uses():
                     before=b"x" * 32,
                     num_tokens=1,
                     messages=tuple(json.loads(sent)),
-                    output_token_ids=range(50),
+                    prompt_token_ids=range(30),
+                    output_token_ids=range(20),
                     output_text="\U0001f600" * 3000,
                     finish_reason="stop",
                     durable=True,
@@ -246,22 +247,28 @@ COUNTING = (
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_template_that_cannot_extend_its_rendering_renders_the_whole_context(by_id):
+def test_a_template_that_writes_the_past_differently_replaces_it(by_id):
     resolving = Resolver(template_tokenizer(COUNTING), "model:1", TurnIndex(FakeSource()))
     first = resolving.resolve("ann", [user("hi")], epoch=1, durable=True)
-    finish(first)
+    path = [*first.prompt_token_ids, *finish(first).output_token_ids]
     context = [user("hi"), assistant("fine"), user("and")]
     if by_id:
         second = resolving.resolve_after("ann", first.node.turn_id, context[2:], epoch=1, durable=True)
     else:
         second = resolving.resolve("ann", context, epoch=1, durable=True)
-    assert second.parent is None and second.node.parent_id is None
-    assert list(second.messages) == context
-    expected = "3<user>hi<assistant>fine<user>and<assistant>"
-    assert tokenizer().decode(second.prompt_token_ids).replace(" ", "") == expected
-    finish(second, "so")
+    assert second.parent.turn_id == second.node.parent_id == first.node.turn_id
+    assert second.messages == (user("and"),) and second.keep < len(path)
+    assert second.spec(SamplingParams()).keep == second.keep
+    assert second.num_context_tokens == second.keep + len(second.prompt_token_ids)
+    path = [*path[: second.keep], *second.prompt_token_ids]
+    assert tokenizer().decode(path).replace(" ", "") == "3<user>hi<assistant>fine<user>and<assistant>"
+    path += finish(second, "so").output_token_ids
     third = resolving.resolve("ann", [*context, assistant("so"), user("on")], epoch=1, durable=True)
-    assert third.node.chain != second.node.chain
+    assert third.parent.turn_id == second.node.turn_id
+    path = [*path[: third.keep], *third.prompt_token_ids]
+    assert (
+        tokenizer().decode(path).replace(" ", "").startswith("5<user>hi<assistant>fine<user>and<assistant>so")
+    )
 
 
 def test_models_without_a_template_have_no_contexts():
@@ -322,7 +329,7 @@ def test_only_the_last_replies_are_looked_up_in_the_history():
     assert found.node.parent_id == first.node.turn_id, "those before are found in memory"
 
 
-def test_a_context_that_its_template_refuses_is_tried_behind_few_turns_only(monkeypatch):
+def test_a_context_that_its_template_refuses_is_rendered_once(monkeypatch):
     resolving = Resolver(tokenizer(), "m", TurnIndex(NoTurns()))
     messages: list[dict] = []
     for i in range(20):
@@ -331,16 +338,32 @@ def test_a_context_that_its_template_refuses_is_tried_behind_few_turns_only(monk
         messages.append(assistant(f"a{i}"))
     tries = []
 
-    def refuse(
-        self: ChatFormat, earlier, new_messages, *, exact_only: bool = False, token_limit=None
-    ) -> None:
+    def refuse(self: ChatFormat, earlier, token_ids, new_messages, *, token_limit=None) -> None:
         tries.append(len(earlier))
         raise ChatTemplateError("no")
 
-    monkeypatch.setattr(ChatFormat, "turn_token_ids", refuse)
+    monkeypatch.setattr(ChatFormat, "turn_prompt", refuse)
     with pytest.raises(ChatTemplateError):
         resolving.resolve("ann", [*messages, user("last")], epoch=1, durable=False)
-    assert tries == [*range(20, 20 - resolver._MAX_TRIES, -1), 0]
+    assert tries == [20]
+
+
+def test_few_parents_are_tried_if_the_history_has_lost_their_paths(resolving, monkeypatch):
+    messages: list[dict] = []
+    for i in range(20):
+        messages.append(user(f"q{i}"))
+        finish(resolving.resolve("ann", messages, epoch=1, durable=False), f"a{i}")
+        messages.append(assistant(f"a{i}"))
+    tries = []
+
+    def lost(self: TurnIndex, turn: PastTurn) -> None:
+        tries.append(turn.turn_id)
+        raise UnknownTurnError(turn.turn_id)
+
+    monkeypatch.setattr(TurnIndex, "path", lost)
+    found = resolving.resolve("ann", [*messages, user("last")], epoch=1, durable=False)
+    assert found.parent is None and len(tries) == resolver._MAX_TRIES
+    assert not any(resolving.index.remembers("ann", turn_id) for turn_id in tries)
 
 
 def test_contexts_with_the_same_beginning_share_a_root_on_several_engines():

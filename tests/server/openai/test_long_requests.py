@@ -110,7 +110,7 @@ def threads(monkeypatch):
 
     watch(http_call, "decode_body")
     watch(context, "parse_input")
-    watch(ChatFormat, "turn_token_ids")
+    watch(ChatFormat, "turn_prompt")
     watch(Tokenizer, "encode")
     watch(Tokenizer, "decode_raw")
     watch(Tokenizer, "text_after")
@@ -118,23 +118,23 @@ def threads(monkeypatch):
 
 
 SHORT = [
-    (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, {"decode_body", "turn_token_ids"}),
-    (RESPONSES, {"input": "hi"}, {"decode_body", "parse_input", "turn_token_ids"}),
+    (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, {"decode_body", "turn_prompt"}),
+    (RESPONSES, {"input": "hi"}, {"decode_body", "parse_input", "turn_prompt"}),
     ("/v1/completions", {"prompt": "hi"}, {"decode_body", "encode"}),
     ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
     ("/detokenize", {"tokens": [97]}, {"decode_body", "decode_raw"}),
 ]
 LONG = [
-    (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, {"decode_body", "turn_token_ids"}),
-    (RESPONSES, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
-    (COUNT, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_token_ids"}),
+    (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, {"decode_body", "turn_prompt"}),
+    (RESPONSES, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_prompt"}),
+    (COUNT, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_prompt"}),
     ("/v1/completions", {"prompt": LONG_TEXT}, {"decode_body", "encode"}),
     ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
-    ("/tokenize", {"messages": MANY}, {"turn_token_ids"}),
+    ("/tokenize", {"messages": MANY}, {"turn_prompt"}),
     ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
-    (CHAT, {"messages": MANY}, {"turn_token_ids"}),
-    (RESPONSES, {"input": MANY}, {"parse_input", "turn_token_ids"}),
-    (COUNT, {"input": MANY}, {"parse_input", "turn_token_ids"}),
+    (CHAT, {"messages": MANY}, {"turn_prompt"}),
+    (RESPONSES, {"input": MANY}, {"parse_input", "turn_prompt"}),
+    (COUNT, {"input": MANY}, {"parse_input", "turn_prompt"}),
 ]
 
 
@@ -403,7 +403,7 @@ def test_turns_behind_a_long_history_are_planned_in_a_thread(front, threads):
     _, first = front.ask(RESPONSES, {"input": "x" * 2500})
     threads.clear()
     status, _ = front.ask(RESPONSES, {"input": "hi", "previous_response_id": first["id"]})
-    assert status == 200 and threads["turn_token_ids"] == {False}
+    assert status == 200 and threads["turn_prompt"] == {False}
 
 
 def test_a_history_that_must_be_read_is_read_in_a_thread(front, threads):
@@ -411,12 +411,12 @@ def test_a_history_that_must_be_read_is_read_in_a_thread(front, threads):
     body = {"input": "and", "previous_response_id": first["id"]}
     threads.clear()
     assert front.ask(RESPONSES, body)[0] == 200
-    assert threads["turn_token_ids"] == {True}, "it is remembered, and short"
+    assert threads["turn_prompt"] == {True}, "it is remembered, and short"
     threads.clear()
     front.reader.asked.clear()
     front.services.resolver.index.forget("", first["id"].removeprefix("resp_"))
     assert front.ask(RESPONSES, body)[0] == 200
-    assert threads["turn_token_ids"] == {False}
+    assert threads["turn_prompt"] == {False}
     assert front.reader.asked["turn_path", False] and not front.reader.asked["turn_path", True]
 
 

@@ -537,6 +537,7 @@ class _Job(msgspec.Struct):
     params: SamplingParams
     prompt_token_ids: list[int]
     messages: list[dict[str, Any]]
+    keep: int | None = None
 
 
 def encode_job(spec: TurnSpec, draft: ResponseDraft) -> bytes:
@@ -548,6 +549,7 @@ def encode_job(spec: TurnSpec, draft: ResponseDraft) -> bytes:
         params=spec.params,
         prompt_token_ids=list(spec.prompt_token_ids),
         messages=[dict(message) for message in spec.messages or ()],
+        keep=spec.keep,
     )
     return msgspec.msgpack.encode(job)
 
@@ -559,7 +561,9 @@ def decode_job(job: bytes) -> tuple[TurnSpec, ResponseDraft]:
     """
     kept = msgspec.msgpack.decode(job, type=_Job)
     node = replace(kept.node, attachment=kept.draft)
-    return TurnSpec(kept.prompt_token_ids, kept.params, messages=tuple(kept.messages), node=node), kept.draft
+    messages = tuple(kept.messages)
+    spec = TurnSpec(kept.prompt_token_ids, kept.params, messages=messages, node=node, keep=kept.keep)
+    return spec, kept.draft
 
 
 def draft_of(record: ResponseRecord) -> ResponseDraft:

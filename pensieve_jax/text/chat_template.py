@@ -1,0 +1,138 @@
+"""Rendering of chat templates: the Jinja environment and the variables that published templates expect.
+
+Owns: the sandbox with its filters, globals and blocks, and the variables of one rendering.
+Does not know: turns, replies, token ids, or which part of a rendering is new.
+
+Templates are written for transformers' `apply_chat_template`, and models are trained on what it writes. So a
+variable has the value that it has there: `tools` and `documents` are None, `messages` is a list, and a
+special token that the tokenizer lacks is undefined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pensieve_jax.core.errors import ChatTemplateError
+from pensieve_jax.text.messages import Message
+
+# Errors that a template's expression may raise beside Jinja's own (None + "x", missing["key"], 1 / 0).
+_EXPRESSION_ERRORS: Final = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message's reasoning. The first is the one that most templates read; gpt-oss reads the second."""
+
+
+class ChatTemplate:
+    """A compiled chat template. It stores nothing between calls; threads may share it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile the template; raises ChatTemplateError if it is not valid Jinja.
+
+        Args:
+          source: Jinja source of the template.
+          special_tokens: texts of the special tokens by the name of their variable, such as "bos_token".
+        """
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(
+                f"The chat template is not valid Jinja ({error})",
+                "correct chat_template in the model directory",
+            ) from error
+
+    def render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:
+        """Return the text of `messages`; `strftime_now` formats `now`.
+
+        Raises ChatTemplateError if the template refuses the messages or fails.
+        """
+        try:
+            return self._template.render(
+                messages=[_as_read(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                strftime_now=now.strftime,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
+            raise ChatTemplateError(
+                f"The chat template cannot render these messages ({error})",
+                "change their roles or order to what the template allows, or send text with generate",
+            ) from error
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}`, a marker for training that renders as its contents."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares a set of the instance
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Replace the block by its contents, in a scope of their own as transformers does."""
+        line_number = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_contents"), [], [], body).set_lineno(line_number)
+
+    def _contents(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which `message.role` does not raise and catch an exception each time."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Look for keys before attributes where the result is the same as the base class's."""
+        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+def _environment() -> jinja2.Environment:
+    """Return Jinja as chat templates expect it; sandboxed, since a template comes with a download."""
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _as_read(message: Message) -> dict[str, Any]:
+    """Return a message as templates read it: without keys of value None, and reasoning under each name."""
+    read = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((read[key] for key in _REASONING_KEYS if key in read), None)
+    if reasoning is not None:
+        read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
+    return read
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Convert to JSON without escaping HTML as Jinja's own filter does; models were not trained on that."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
