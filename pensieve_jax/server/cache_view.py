@@ -136,9 +136,8 @@ async def _on_turn(call: HttpRequest, name: str) -> Any:
 
 async def _of_turn(call: HttpRequest, name: str, response_id: str) -> Any:
     """Call an engine method on a response's turn; raise ApiError 404 for an unknown response."""
-    turn_id = response_id
-    for prefix in _PREFIXES:
-        turn_id = turn_id.removeprefix(prefix)
+    prefix = next((one for one in _PREFIXES if response_id.startswith(one)), "")
+    turn_id = response_id.removeprefix(prefix)
     try:
         check_turn_id("response_id", turn_id)
         return await call.services.engine.call(name, call.owner, turn_id)

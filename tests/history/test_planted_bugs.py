@@ -73,7 +73,7 @@ def background_comes_back(monkeypatch):
 
 def nothing_is_removed(monkeypatch):
     """Keep tokens that nothing needs any more."""
-    monkeypatch.setattr(turns_table, "collect", lambda *arguments: None)
+    monkeypatch.setattr(turns_table, "collect", lambda *arguments: [])
 
 
 def only_the_last_is_removed(monkeypatch):
@@ -104,7 +104,7 @@ def in_use_is_ignored(monkeypatch):
 
 def released_is_forgotten(monkeypatch):
     """Keep forever what was once in use."""
-    monkeypatch.setattr(turns_table, "collect_released", lambda *arguments: None)
+    monkeypatch.setattr(turns_table, "collect_released", lambda *arguments: [])
 
 
 def wrong_count(monkeypatch):

@@ -25,9 +25,10 @@ from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
 from pensieve_jax.decoding.turn_spec import TurnSpec, check_token_ids
+from pensieve_jax.history.reader import TurnView
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.app import Route
-from pensieve_jax.server.http.errors import as_api_error, invalid_value
+from pensieve_jax.server.http.errors import as_api_error, invalid_value, renamed_fields
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
@@ -114,7 +115,8 @@ def _parent(services: Services, owner: str, body: CompletionBody, num_prompts: i
     """Return the turn that a request continues from, or None; raise ApiError for an invalid one.
 
     A response must be stored. A completion need not be stored. But a completion that was stored and then
-    deleted is unknown, and so is the turn of a response or a chat that is named with a completion's prefix.
+    deleted is unknown. So is the turn of a response or a chat that is named with a completion's prefix, and
+    an id without a prefix.
     """
     previous = body.previous_response_id
     if previous is None:
@@ -123,21 +125,33 @@ def _parent(services: Services, owner: str, body: CompletionBody, num_prompts: i
         raise invalid_value(
             "previous_response_id", "previous_response_id must be left out with several prompts."
         )
-    prefix = next((one for one in (_ID_PREFIX, _STORED_PREFIX) if previous.startswith(one)), "")
+    prefix = next((one for one in (_ID_PREFIX, _STORED_PREFIX) if previous.startswith(one)), None)
+    if prefix is None:
+        raise unknown_previous(previous)
     turn_id = previous.removeprefix(prefix)
     try:
         check_turn_id("previous_response_id", turn_id)
     except InvalidRequestError:
         raise unknown_previous(previous) from None
-    is_completion = prefix == _ID_PREFIX and not services.resolver.index.remembers(owner, turn_id)
-    if not is_completion or _is_kept(services, owner, turn_id):
+    if prefix == _STORED_PREFIX or services.resolver.index.remembers(owner, turn_id):
         previous_response(services, owner, _STORED_PREFIX + turn_id, named=previous)
+    kept = _kept(services, owner, turn_id) if prefix == _ID_PREFIX else None
+    if kept is not None:
+        previous_response(services, owner, _STORED_PREFIX + turn_id, named=previous)
+        if kept.messages is not None:
+            raise unknown_previous(previous)
     return turn_id
 
 
-def _is_kept(services: Services, owner: str, turn_id: str) -> bool:
-    """Return whether the history has a turn, even if its response was deleted."""
-    return services.history is not None and services.history.has_turn(owner, turn_id)
+def _kept(services: Services, owner: str, turn_id: str) -> TurnView | None:
+    """Return a turn of the history, even if its response was deleted, or None."""
+    if services.history is None:
+        return None
+    try:
+        found: TurnView = services.history.turn(owner, turn_id)
+    except UnknownTurnError:
+        return None
+    return found
 
 
 def _turn_ids(
@@ -154,7 +168,7 @@ def _turn_ids(
 class Completion:
     """One completion request, from its prompts to its response. It is a `WireFormat`."""
 
-    fields: Final[Mapping[str, str]] = {}
+    fields: Final[Mapping[str, str]] = {"durable": "store"}
 
     def __init__(self, call: HttpRequest, body: CompletionBody) -> None:
         """Check the decoded body as a whole; raise ApiError."""
@@ -224,16 +238,17 @@ class Completion:
                 raise unknown_previous(body.previous_response_id or error.turn_id) from error
             return turns
 
-        return await run_turns(
-            services,
-            self._owner,
-            start,
-            num_turns=len(self._prompts) * body.num_choices,
-            num_tokens=sum(map(len, self._token_ids)),
-            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
-            num_shared=body.num_choices,
-            wait=self._wait,
-        )
+        with renamed_fields(self.fields):
+            return await run_turns(
+                services,
+                self._owner,
+                start,
+                num_turns=len(self._prompts) * body.num_choices,
+                num_tokens=sum(map(len, self._token_ids)),
+                max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+                num_shared=body.num_choices,
+                wait=self._wait,
+            )
 
     # Methods of WireFormat
 

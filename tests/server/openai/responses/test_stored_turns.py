@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.text.loading import byte_tokenizer
 from tests.server.fakes import sampled
 from tests.server.live import LiveServer
@@ -231,3 +232,40 @@ def test_a_completion_after_a_response_keeps_both(server, http):
     raw = f"<bos>{KIND}<|user|>hi<|end|><|assistant|>I see. Your name is é😀 Ada\ufffd<eos>"
     raw += RAW.removeprefix("<bos>") + "I see. Your name"
     assert context_of(server, last) == raw + TERSE + ASKED
+
+
+def test_ids_of_one_api_are_not_taken_by_another(server, http):
+    """A stored turn has the id that its API gave it, and its response's id."""
+    chat = http.post("chat/completions", json={**MESSAGES, "store": True}).json()["id"]
+    completion = http.post("completions", json={**PROMPT, "store": True}).json()["id"]
+    response = http.post("responses", json={"input": "hi"}).json()["id"]
+    turn_ids = [made.split("-")[-1].removeprefix("resp_") for made in (chat, completion, response)]
+    accepted = {completion, *(f"resp_{turn_id}" for turn_id in turn_ids)}
+    for _ in range(2):
+        for turn_id in turn_ids:
+            for prefix in ("", "resp_", "cmpl-", "chatcmpl-", "resp_cmpl-", "msg_", "conv_"):
+                named = prefix + turn_id
+                again = http.post("completions", json={"prompt": "x", "previous_response_id": named})
+                assert again.status_code == (200 if named in accepted else 404), named
+                after = http.post("responses", json={"input": "x", "previous_response_id": named})
+                assert after.status_code == (200 if prefix == "resp_" else 404), named
+                assert http.get(f"responses/{named}").status_code == after.status_code
+                if after.status_code == 404:
+                    assert after.json()["error"]["param"] == "previous_response_id"
+        server.on_loop(lambda: [forget(server, turn_id) for turn_id in turn_ids])
+
+
+def forget(server: LiveServer, turn_id: str) -> None:
+    """Forget a turn in the front end's memory; the history still has it."""
+    server.harness.services.resolver.index.forget("", turn_id)
+
+
+def test_a_stored_completion_after_one_in_memory_names_the_field_to_change(server, http):
+    """The engine calls the field `durable`."""
+    first = http.post("completions", json=PROMPT).json()["id"]
+    limit = "False after the turn x, which is kept in memory only"
+    server.on_loop(lambda: server.engine.refuse.append(InvalidRequestError("durable", True, limit)))
+    body = {"prompt": "x", "store": True, "previous_response_id": first}
+    refused = http.post("completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
+    assert "durable" not in refused.json()["error"]["message"]
