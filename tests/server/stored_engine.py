@@ -106,8 +106,13 @@ class StoredEngine(FakeEngine):
                 self.memory.add((node.owner, node.turn_id))
             turn.output = output
             return
-        index = 0 if node.parent_id is None else len(self.store.load_turn(node.owner, node.parent_id).turns)
+        index, keep = 0, None
+        if node.parent_id is not None:
+            before = self.store.load_turn(node.owner, node.parent_id)
+            index = len(before.turns)
+            keep = None if turn.spec.keep == len(before.token_ids) else turn.spec.keep
         record = TurnRecord(
+            keep=keep,
             conversation_id="",
             turn_index=index,
             prompt_token_ids=tuple(turn.spec.prompt_token_ids),

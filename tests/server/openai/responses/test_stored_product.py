@@ -90,8 +90,6 @@ class Case(NamedTuple):
         reply, asked = ENDS[self.end].text, "<bos><|user|>hi<|end|><|assistant|>"
         if self.api == "completion":
             return asked + byte_tokenizer().decode_raw(SAMPLED[: ENDS[self.end].num_tokens])
-        if self.end == "end":
-            reply += "<eos>"  # it continues from the sampled tokens
         return f"{asked}{reply}<|end|>"
 
     @property
