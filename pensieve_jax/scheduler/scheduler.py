@@ -206,10 +206,8 @@ class Scheduler:
         num_earlier = num_tokens = num_rows = 0
         for request in self.waiting[: MAX_PASSED + 1]:
             if num_earlier < len(self.running):
-                first, num_earlier = (
-                    num_earlier,
-                    bisect.bisect(self.running, request.request_id, key=_arrival),
-                )
+                first = num_earlier
+                num_earlier = bisect.bisect(self.running, request.request_id, first, key=_arrival)
                 if num_earlier >= self._config.max_num_running:
                     return
                 for earlier in self.running[first:num_earlier]:
@@ -227,13 +225,15 @@ class Scheduler:
                 pages.add_queued(request.sequence)
 
     def _try_admit(self, request: Request, num_earlier: int) -> bool:
-        """Admit a request with room behind `num_earlier` running ones, if pages and a place are there."""
+        """Admit a request with room behind `num_earlier` running ones, if pages and a place are there.
+
+        While later arrivals run, the reserve is waived: pages that they would give up may be part of it.
+        """
         has_later = len(self.running) > num_earlier
         if len(self.running) >= self._config.max_num_running or not self._cache.try_admit(
             request.sequence,
             len(request.token_ids),
-            waive_reserve=not num_earlier
-            or has_later,  # the reserve may be pages that later arrivals give up
+            waive_reserve=has_later or not num_earlier,
             latest_arrival=self.running[-1].request_id if has_later else -1,
         ):
             return False
