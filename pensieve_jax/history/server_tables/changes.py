@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pensieve_jax.core.outputs import TokenLogprob
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationAppend:
@@ -75,7 +73,7 @@ class ResponseRecord:
       output_text, finish_reason, usage: data of its turn; usage is a JSON object of `Usage`'s fields.
       error: JSON object of a failed response.
       job: for a queued background response, what is needed to run it again, as it was given.
-      logprobs: one entry for each token of the reply if they were requested, else None.
+      logprobs: of each token of the reply, packed by `codec.pack_logprobs`; None if they were not requested.
     """
 
     response_id: str
@@ -94,7 +92,7 @@ class ResponseRecord:
     usage: str | None = None
     error: str | None = None
     job: bytes | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    logprobs: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

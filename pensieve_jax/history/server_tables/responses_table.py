@@ -54,7 +54,7 @@ def unpack(row: Sequence[Any]) -> ResponseRecord:
     if fields["status"] == "queued":
         fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # those of the turn that it continues
     elif fields["job"] is not None:
-        fields |= {"job": None, "logprobs": codec.unpack_logprobs(fields["job"])}
+        fields |= {"job": None, "logprobs": fields["job"]}
     return ResponseRecord(**{**fields, "background": bool(fields["background"])})
 
 

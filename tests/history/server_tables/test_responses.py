@@ -20,7 +20,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import TokenLogprob, Usage
 from pensieve_jax.core.turn_node import new_turn_id
-from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, open_store
+from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, codec, open_store
 from pensieve_jax.history.server_tables import responses_table, server_conversations
 from pensieve_jax.history.server_tables.changes import (
     AppendItems,
@@ -126,10 +126,11 @@ def test_log_probabilities_are_stored_with_the_response(store, reader, backgroun
             store.apply(QueueResponse(draft=draft(one, background=True), job=b"how to run it"))
         assert commit(store, one, background=background) == {}
         record = reader.response("ann", f"resp_{one.turn_id}")
-        assert record.logprobs == logprobs and record.job is None
+        found = None if record.logprobs is None else codec.unpack_logprobs(record.logprobs)
+        assert found == logprobs and record.job is None
     one = turn(logprobs=(TokenLogprob(4, np.nan, {}),))
     commit(store, one)
-    (found,) = reader.response("ann", f"resp_{one.turn_id}").logprobs
+    (found,) = codec.unpack_logprobs(reader.response("ann", f"resp_{one.turn_id}").logprobs)
     assert np.isnan(found.logprob)
 
 

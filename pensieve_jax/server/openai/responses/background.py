@@ -60,7 +60,7 @@ from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
-from pensieve_jax.server.openai.responses.response import head_of, stored_response
+from pensieve_jax.server.openai.responses.response import head_of, stored_logprobs, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.turns.checks import commit_context
@@ -491,7 +491,7 @@ class BackgroundRunner:
             return True
         if record.status == "queued":
             return False
-        reply = AsyncDelta(record.output_text or "", token_ids, record.logprobs)
+        reply = AsyncDelta(record.output_text or "", token_ids, stored_logprobs(record))
         if not run.has_taken(reply):  # another server ran it, or this one before a restart
             run.begin_again()
             run.take(reply)

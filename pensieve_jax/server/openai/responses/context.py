@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError, UnknownTurnError
@@ -271,10 +271,9 @@ class _KnownItems:
         except UnknownRecordError:
             return
         self._count(len(record.input_items), index)
-        for item in (
-            *json.loads(record.input_items),
-            *stored_response(record, self._services.token_texts)["output"],
-        ):
+        record = replace(record, logprobs=None)  # they say how the reply was sampled; as input it is given
+        output = stored_response(record, self._services.token_texts)["output"]
+        for item in (*json.loads(record.input_items), *output):
             self._items.setdefault(item["id"], item)
 
     def _count(self, num_characters: int, index: int) -> None:

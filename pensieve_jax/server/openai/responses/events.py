@@ -31,6 +31,7 @@ from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
     head_of,
     logprob_objects,
+    stored_logprobs,
     stored_response,
 )
 from pensieve_jax.server.openai.responses.run import ResponseRun
@@ -240,7 +241,7 @@ class ResponseStreams:
         services, reply = self._services, AsyncDelta("", ())
         if record.turn_id is not None:
             turn = await services.read(record.owner, services.history.turn, record.owner, record.turn_id)
-            reply = AsyncDelta(record.output_text or "", turn.output_token_ids, record.logprobs)
+            reply = AsyncDelta(record.output_text or "", turn.output_token_ids, stored_logprobs(record))
         pieces = ReplyPieces(services.tokenizer)
         response = stored_response(record, services.token_texts)
         return stored_events(head_of(record), response, reply, pieces, services.token_texts, starting_after)

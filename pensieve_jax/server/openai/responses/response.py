@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
+from pensieve_jax.history.codec import unpack_logprobs
 from pensieve_jax.history.server_tables.changes import ResponseDraft, ResponseRecord
 from pensieve_jax.server.turns.items import Item, output_part
 from pensieve_jax.server.turns.sampling import num_cached_tokens, num_context_tokens, token_sources
@@ -109,10 +110,15 @@ def stored_response(record: ResponseRecord, texts: TokenTexts) -> dict[str, Any]
             record.finish_reason or "stop",
             usage,
             record.completed_at_s,
-            logprob_objects(texts, record.logprobs or ()),
+            logprob_objects(texts, stored_logprobs(record) or ()),
         )
     error = None if record.error is None else json.loads(record.error)
     return head.object(record.status, error=error)
+
+
+def stored_logprobs(record: ResponseRecord) -> tuple[TokenLogprob, ...] | None:
+    """Return the log-probabilities of a stored reply, or None if they were not requested."""
+    return None if record.logprobs is None else unpack_logprobs(record.logprobs)
 
 
 def finished_response(

@@ -269,3 +269,21 @@ def test_a_stored_completion_after_one_in_memory_names_the_field_to_change(serve
     refused = http.post("completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
     assert "durable" not in refused.json()["error"]["message"]
+
+
+def test_events_of_a_completion_of_a_model_without_a_tokenizer(server, http, monkeypatch):
+    monkeypatch.setattr(server.harness.services, "tokenizer", None)
+    made = http.post("completions", json={"prompt": [104, 105], "store": True, "max_tokens": 3}).json()
+    events = events_of(http.get(f"{as_response(made)}?stream=true"))
+    assert events[-1]["type"] == "response.incomplete"
+    assert text_of(events) == made["choices"][0]["text"]
+
+
+def test_a_reply_that_is_referred_to_does_not_bring_its_log_probabilities(http):
+    made = http.post("responses", json={"input": "hi", **LOGPROBS}).json()
+    (reply,) = made["output"]
+    assert reply["content"][0]["logprobs"]
+    items = [{"type": "item_reference", "id": reply["id"]}, {"role": "user", "content": "so"}]
+    after = http.post("responses", json={"input": items}).json()
+    first, _ = http.get(f"{as_response(after)}/input_items?order=asc").json()["data"]
+    assert first["content"] == [{**reply["content"][0], "logprobs": []}]
