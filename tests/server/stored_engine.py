@@ -106,7 +106,10 @@ class StoredEngine(FakeEngine):
                 self.memory.add((node.owner, node.turn_id))
             turn.output = output
             return
-        index = 0 if node.parent_id is None else len(self.store.load_turn(node.owner, node.parent_id).turns)
+        index, keep = 0, turn.spec.keep
+        if node.parent_id is not None:
+            path = self.store.load_turn(node.owner, node.parent_id)
+            index, keep = len(path.turns), None if keep == len(path.token_ids) else keep
         record = TurnRecord(
             conversation_id="",
             turn_index=index,
@@ -122,6 +125,7 @@ class StoredEngine(FakeEngine):
             owner=node.owner,
             chain=node.chain,
             usage=output.usage,
+            keep=keep if index else None,
         )
         refused: PensieveError | None = self.store.commit([record], [node.attachment]).get(0)
         if refused is not None:
