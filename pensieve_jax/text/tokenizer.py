@@ -154,6 +154,15 @@ class Tokenizer:
                 return token_ids[1:]
         return self._encode(text, token_limit)
 
+    def end_of_last_anchor(self, token_ids: Sequence[int], end: int) -> int:
+        """Return the number of ids up to the last control token before `end`; 0 without one.
+
+        A text behind it is encoded alone as it is behind all of them.
+        """
+        while end and token_ids[end - 1] not in self._anchor_ids:
+            end -= 1
+        return end
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`; special ids and ids outside the vocabulary have none."""
         visible = [token_id for token_id in token_ids if token_id not in self.special_ids]

@@ -4,9 +4,10 @@ They have the published structure, which decides what stays of a conversation, a
 """
 
 import pytest
+from tokenizers import AddedToken
 
 from pensieve_jax.core.errors import ChatTemplateError
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text import ChatFormat, Tokenizer
 from tests.text.test_chat import Conversation, user
 from tests.text.tokenizer_zoo import byte_level_backend, metaspace_backend
 
@@ -169,3 +170,47 @@ def test_mistral_moves_its_system_message():
     assert 0 < keep < 10
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         chat.begin(user("hi"), user("hi"))
+
+
+SEAMS = {"qwen2": QWEN2, "qwen3": "{%- set prefill = '' %}" + QWEN3, "chatml": CHATML, "cut": THINK_CUT}
+REPLIES = (
+    "the cat",
+    " the\n",
+    "",
+    "the <think>\nmat</think>\n\ncat",
+    "中文",
+    "\n\nthe",
+    "the <|im_end|> mat",
+)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "metaspace", "stripping"])
+@pytest.mark.parametrize("name", SEAMS)
+def test_encoding_behind_a_control_token_changes_nothing(monkeypatch, kind, name):
+    """Long conversations are not encoded again from their start; the contexts must be the same."""
+    markers = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+    backend = metaspace_backend() if kind == "metaspace" else byte_level_backend(markers)
+    backend.add_special_tokens(list(markers))
+    if kind == "stripping":
+        backend.add_special_tokens([AddedToken("<|im_end|>", rstrip=True, special=True)])
+    tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>", chat_template=SEAMS[name])
+    beginning, num_found = ChatFormat._beginning, []
+
+    def counted(self, text, token_ids, ends):
+        num_found.append(beginning(self, text, token_ids, ends)[0])
+        return num_found[-1], beginning(self, text, token_ids, ends)[1]
+
+    for ending in ("<|im_end|>", "</s>", ""):
+        monkeypatch.setattr(ChatFormat, "_beginning", counted)
+        chat = Conversation(tokenizer)
+        whole = Conversation(tokenizer)
+        for number, reply in enumerate(REPLIES):
+            monkeypatch.setattr(ChatFormat, "_beginning", counted)
+            keep = chat.begin(user(f"the {number}"))[0]
+            monkeypatch.setattr(ChatFormat, "_beginning", lambda *_: (0, 0))
+            assert whole.begin(user(f"the {number}"))[0] == keep and whole.ids == chat.ids
+            ids = tokenizer.encode_after(None, reply) + tokenizer.encode_after(None, ending)
+            chat.end(ids, reply)
+            whole.end(ids, reply)
+    # Other tokenizers do not spell a rendering exactly, and encode all of it.
+    assert kind != "byte level" or sum(found > 0 for found in num_found) > 10

@@ -138,12 +138,12 @@ def test_a_specification_is_sent_complete() -> None:
     params = SamplingParams(max_tokens=7, temperature=0.5, stop=("x",), stop_token_ids=(3,), seed=2**62)
     message = {"role": "user", "content": "hé", "more": [1, {"x": None}]}
     prefix = SharedPrefix((1, 2), (message,))
-    spec = TurnSpec(np.array([4, 5], np.int32), params, None, (message,), prefix, node)
+    spec = TurnSpec(np.array([4, 5], np.int32), params, None, (message,), prefix, node, keep=3)
     sent = round_trip(Submit([sent_spec(9, spec)]))
     found = received_spec(sent.turns[0])
     assert list(found.prompt_token_ids) == [4, 5] and found.node == node and found.messages == (message,)
     assert (found.prefix.token_ids, found.prefix.messages) == ((1, 2), (message,))
-    assert found.params == params
+    assert found.params == params and found.keep == 3
 
 
 def test_what_cannot_be_sent_is_refused_by_the_sender() -> None:
