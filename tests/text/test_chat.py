@@ -240,6 +240,14 @@ def test_chat_behind_raw_turns_starts_the_template_without_a_bos():
     assert turn_text(tokenizer, [chat, raw], [user("c")]) == "<|user|>c<|end|><|assistant|>"
 
 
+@pytest.mark.parametrize("earlier", [[], [(None, "once", tuple(b"once"), "length")]])
+def test_a_tokenizer_without_special_tokens_renders_none_of_them(earlier):
+    template = "{{ bos_token }}" + PLAIN + "{{ eos_token }}"
+    tokenizer = Tokenizer(byte_tokenizer()._backend, chat_template=template)
+    assert turn_text(tokenizer, earlier, [user("a")]) == "user: a\nassistant: "
+    assert tokenizer.decode_raw(ChatFormat(tokenizer).prefix_token_ids([user("a")])).startswith("user: a")
+
+
 # --- tokenization at the seam
 
 
@@ -258,11 +266,12 @@ def test_templates_run_as_written_for_transformers():
     template = (
         "{% for m in messages %}{% if loop.index0 > 5 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
         "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}{{ eos_token }}"
+        "\n  {% if true %}\n  indented\n  {% endif %}\n"
     )
     chat = ChatFormat(with_template(template), now=lambda: datetime(2031, 1, 2))
     ids = chat.turn_token_ids([], [{**user("<\u00e9>"), "name": "x"}])
     assert with_template("").decode_raw(ids) == (
-        '<bos>{"role": "user", "content": "<\u00e9>", "name": "x"}2031<eos>'
+        '<bos>{"role": "user", "content": "<\u00e9>", "name": "x"}2031<eos>\n  indented\n'
     )
 
 
