@@ -1,5 +1,6 @@
 """Mamba: transformers' tokens, each request as if it were alone, and the ends of replies."""
 
+import dataclasses
 import json
 
 import jax
@@ -161,6 +162,16 @@ def test_missing_options_have_the_defaults_of_transformers():
         tie_word_embeddings=True,
         eos_token_id=0,
     )
+    sizes = {
+        "vocab_size": 50280,
+        "hidden_size": 776,
+        "intermediate_size": 2 * 776,
+        "num_layers": 32,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "time_step_rank": 49,
+    }
+    assert MambaConfig(dtype="float32", **sizes) == dataclasses.replace(config, eos_token_id=None)
 
 
 def test_tensors_alone_are_not_enough():
