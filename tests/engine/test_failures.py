@@ -221,7 +221,22 @@ def test_a_closed_engine_refuses_calls():
     harness.engine.close()
     harness.engine.close()
     assert turn.output.finish_reason == "cancelled"
-    for call in (harness.engine.step, lambda: harness.engine.end("a"), lambda: harness.engine.submit([])):
+    engine = harness.engine
+    for call in (
+        engine.step,
+        engine.take_deltas,
+        engine.expire_idle,
+        engine.forget_experience,
+        lambda: engine.end("a"),
+        lambda: engine.submit([]),
+        lambda: engine.share_prefix([1]),
+        lambda: engine.explain("a"),
+        lambda: engine.explain_turn("", "a" * 32),
+        lambda: engine.chunk_map(""),
+        lambda: engine.unfinished,
+        lambda: engine.conversations,
+        lambda: engine.cache,
+    ):
         with pytest.raises(EngineClosedError):
             call()
 
