@@ -20,6 +20,7 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine import submission
 from pensieve_jax.engine.loop import unobserved
 from pensieve_jax.engine.turn import ReplyState
+from pensieve_jax.scheduler.request import RequestStatus
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 
@@ -239,6 +240,18 @@ def test_a_closed_engine_refuses_calls():
     ):
         with pytest.raises(EngineClosedError):
             call()
+
+
+def test_an_unreported_finished_turn_is_found():
+    harness = Harness()
+    turn = harness.submit(harness.facts(harness.prompt(5), "a"), "a")
+    (request,) = harness.engine._ledger.replies
+    harness.engine.check_integrity()
+    request.status, before = RequestStatus.FINISHED, request.status
+    with pytest.raises(AssertionError):
+        harness.engine.check_integrity()
+    request.status = before
+    harness.run(turn)
 
 
 def fail_resets(harness, monkeypatch, count):
