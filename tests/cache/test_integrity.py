@@ -109,7 +109,7 @@ def test_the_copies_of_a_fork_stay_valid_when_it_is_cut():
 
 
 class Damaged:
-    """A cache with two users of one trunk, of which one runs, and a queued sequence that is copied out."""
+    """A cache with an idle and a running user of one trunk, and a queued sequence that is copied out."""
 
     def __init__(self) -> None:
         self.cache = Cache(16, 8)

@@ -103,7 +103,7 @@ def test_holes_in_its_own_chunks_are_not_skipped():
     ],
 )
 def test_only_tokens_before_the_first_chunk_that_arrives_are_missing(first_arriving, reach, expected):
-    """A hole that begins there is no row of the step, and one that ends behind it is cut."""
+    """A hole that begins there takes no row of the step, and one that ends behind it is cut."""
     sequence: Any = Chunks([False] * 6, CHUNK)
     sequence.first_arriving = first_arriving
     request = request_of(6 * CHUNK + 1, sequence)
