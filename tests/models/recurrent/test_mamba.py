@@ -142,6 +142,11 @@ def test_null_is_the_default():
     assert Mamba.from_hf(WEIGHTS, CONFIG | {"expand": None, "layer_norm_epsilon": None}).config == expected
 
 
+@pytest.mark.parametrize(("eos_token_id", "expected"), [(7, 7), ([7], 7), (None, None)])
+def test_the_end_of_replies_is_one_id_or_none(eos_token_id, expected):
+    assert parse_mamba(CONFIG | {"eos_token_id": eos_token_id}, "float32").eos_token_id == expected
+
+
 def test_missing_options_have_the_defaults_of_transformers():
     """The defaults are those of `transformers.MambaConfig`; `time_step_rank` "auto" is ceil(hidden_size /
     16).
