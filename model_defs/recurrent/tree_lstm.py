@@ -218,12 +218,12 @@ def _recipes(config: TreeLSTMConfig, embedding: str, cell: str) -> dict[str, Rec
         return jnp.concatenate([iou, forget]).T
 
     def bias_of_inner(iou: jax.Array, forget: jax.Array) -> jax.Array:
-        return jnp.concatenate([iou[0], forget])
+        return jnp.concatenate([iou.ravel(), forget])
 
     return {
         "leaf.embedding.weight": table(f"{embedding}.weight", config.vocab_size, width),
         "leaf.gates.weight": Recipe((f"{cell}.W_iou.weight",), ((3 * size, width),), jnp.transpose),
-        "leaf.gates.bias": Recipe((bias[0],), (bias[1],), lambda iou: iou[0]),
+        "leaf.gates.bias": Recipe((bias[0],), (bias[1],), jnp.ravel),
         "inner.gates.weight": Recipe(
             (f"{cell}.U_iou.weight", f"{cell}.U_f.weight"),
             ((3 * size, 2 * size), (2 * size, 2 * size)),

@@ -89,9 +89,9 @@ class NodeWriter(GraphBatch):
         """
         is_inner = ids >= own
         inner, outer = ids[is_inner], ids[~is_inner]
-        if len(inner) != len(ids) - 1 or len(np.unique(inner)) < len(inner) or not len(outer):
+        if len(inner) != len(ids) - 1 or len(np.unique(inner)) < len(inner):
             return None
-        if outer.min() == NO_NODE:
+        if outer.min() == NO_NODE:  # not empty, since the first node reads no node of this call
             return None
         first, last = self.index(self._base + int(outer.min())), self.index(self._base + int(outer.max()))
         between = self.pieces[first : last + 1]

@@ -1,10 +1,12 @@
-"""Errors that `check_integrity` finds: host copies that are older than their pages."""
+"""Errors that `check_integrity` finds: old host copies, and states, places and counts that disagree."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from pensieve_jax.cache import CachedSequence
+from pensieve_jax.cache import CachedSequence, Role
 from pensieve_jax.cache.chunk_store import ChunkStore
 from tests.cache.helpers import CHUNK, Cache, states
 
@@ -104,3 +106,58 @@ def test_the_copies_of_a_fork_stay_valid_when_it_is_cut():
     assert fork.num_kv_tokens == CHUNK and len(fork.chunks) == 1
     assert [chunk.slot_tokens for chunk in sequence.chunks] == [CHUNK, CHUNK, TAIL]
     cache.check()
+
+
+class Damaged:
+    """A cache with an idle and a running user of one trunk, and a queued sequence that is copied out."""
+
+    def __init__(self) -> None:
+        self.cache = Cache(16, 8)
+        self.idle = self.cache.idle("idle", 2 * CHUNK + TAIL)
+        self.running = self.cache.manager.fork(self.idle, CHUNK, "running")
+        self.cache.running("running", 2 * CHUNK, self.running)
+        self.queued = self.cache.queued("queued", self.cache.idle("queued", CHUNK))
+        self.store: Any = self.cache.manager._store
+        self.trunk: Any = self.idle.trunk
+        self.store.swap_out(self.queued, 0, self.cache.slots.allocate())
+        self.cache.check()
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "page": (lambda d: setattr(d.idle.chunks[1], "page", 0), r"idle\[1\] on gpu, page 0"),
+    "slot": (lambda d: setattr(d.idle.chunks[1], "slot", 3), r"idle\[1\] on gpu, slot 3"),
+    "copy": (lambda d: setattr(d.idle.chunks[1], "copy_id", 3), r"idle\[1\] on gpu, copy 3"),
+    "fit": (lambda d: setattr(d.queued.chunks[0], "fits_host", False), "has a slot but does not fit it"),
+    "shared": (lambda d: d.idle.chunks.__setitem__(0, d.idle.chunks[1]), ""),
+    "class": (lambda d: d.idle.num_by_class.__setitem__(0, 9), "idle: .* by class, counted"),
+    "all classes": (
+        lambda d: d.store.num_by_class[Role.IDLE].__setitem__(0, 9),
+        "by eviction class, counted",
+    ),
+    "tokens": (lambda d: setattr(d.running, "num_kv_tokens", 99), "computed tokens without a chunk"),
+    "chunk": (lambda d: setattr(d.idle, "num_kv_tokens", 2 * CHUNK), "a chunk past the computed tokens"),
+    "owner": (lambda d: d.idle.chunks.__setitem__(2, d.idle.chunks[1]), "has two owners"),
+    "row": (lambda d: setattr(d.idle, "row", 1), "exactly the running conversations have a row"),
+    "no row": (lambda d: setattr(d.running, "row", -1), "exactly the running conversations have a row"),
+    "table": (lambda d: setattr(d.running.chunks[1], "page", 15), "the row of pages and a chunk disagree"),
+    "role": (lambda d: setattr(d.idle, "role", Role.QUEUED), ""),
+    "flight": (
+        lambda d: d.store.flights.clear(),
+        "the chunks with a copy id and the copies in flight differ",
+    ),
+    "copies in": (lambda d: setattr(d.store, "num_copies_in", 1), ""),
+    "copies out": (lambda d: setattr(d.store, "num_copies_out", 2), ""),
+    "users": (lambda d: d.trunk.users.pop(d.idle), "trunk-1$"),
+    "running users": (lambda d: setattr(d.trunk, "num_running_users", 2), "trunk-1$"),
+    "trunk": (lambda d: setattr(d.idle, "trunk", None), ""),
+    "partial trunk": (lambda d: setattr(d.trunk, "num_kv_tokens", CHUNK - 1), "has a partial chunk"),
+    "free page": (lambda d: d.cache.pool.free(d.idle.chunks[1].page), "both free and owned"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_found(damage, message):
+    damaged = Damaged()
+    damage(damaged)
+    with pytest.raises(AssertionError, match=message or None):
+        damaged.cache.manager.check_integrity()

@@ -40,6 +40,19 @@ def test_appending_to_a_tail_that_is_being_copied_detaches_the_copy():
     assert states(sequence) == ["on both", "on both"]
 
 
+def test_truncating_a_running_sequence_frees_its_reserved_pages():
+    """Also in front of the cut, where no step has written them yet."""
+    cache = Cache(12)
+    sequence = cache.idle("a", 3 * CHUNK)
+    cache.drop(sequence, 0)
+    cache.queued("a", sequence)
+    assert cache.manager.try_admit(sequence, 3 * CHUNK + 1, waive_reserve=True)
+    assert states(sequence) == ["reserved", "on gpu", "on gpu", "reserved"]
+    cache.manager.truncate(sequence, 2 * CHUNK)
+    assert states(sequence) == ["dropped", "on gpu"] and cache.pool.num_free == 11
+    cache.check()
+
+
 # Making room.
 
 

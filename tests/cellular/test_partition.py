@@ -113,6 +113,17 @@ def test_a_refused_call_leaves_nothing_behind():
     assert partition.partition(graph, max_depth=9).sub_num_nodes.tolist() == [2]
 
 
+def test_nodes_that_share_an_input_and_leave_another_unread_are_two_subgraphs():
+    """As many inputs are of this call as in a tree, but one node is read twice and another is not read."""
+    graph = Graph(_TYPES, max_nodes=9)
+    graph.begin()
+    leaves = graph.nodes("leaf", np.empty((2, 0), np.int64), n0=[1, 2])
+    inner = graph.nodes("inner", [[0, 1], [2, 2], [0, 1]])
+    graph.returns(*inner)
+    graph.end()
+    assert [graph.root(graph.label(node)) for node in (*leaves, *inner)] == [0, 1, 2, 2, 3]
+
+
 def test_children_without_a_sign():
     graph = Graph(_TYPES, max_nodes=9)
     words = [np.zeros(2, np.int32)] * 2
@@ -156,7 +167,8 @@ def test_sentences_equal_separate_chains():
         single.begin()
         single.returns(single.chain("step", one)[-1])
         single.end()
-    assert many.pieces == single.pieces and many.ends == single.ends and many.joined == single.joined
+    assert many.pieces == single.pieces and many.starts == single.starts
+    assert many.ends == single.ends and many.joined == single.joined
     found, expected = (partition.partition(graph, max_depth=9) for graph in (many, single))
     for field in dataclasses.fields(expected):
         ours, theirs = getattr(found, field.name), getattr(expected, field.name)
@@ -217,6 +229,7 @@ def test_trees_equal_separate_nodes():
             single.returns(single.nodes("inner", above)[-1] if len(above) else root)
             single.end()
         assert many.ends == single.ends and many.joined == single.joined, seed
+        assert many.starts == single.starts == [piece.start for piece in many.pieces], seed
         found, expected = (partition.partition(graph, max_depth=20) for graph in (many, single))
         for field in dataclasses.fields(expected):
             ours, theirs = getattr(found, field.name), getattr(expected, field.name)

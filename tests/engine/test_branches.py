@@ -43,6 +43,14 @@ def test_a_turn_after_the_latest_one_extends_its_branch():
     assert second.turn.output.conversation_id is None
 
 
+def test_a_new_tree_has_no_computed_tokens():
+    trees = forest()
+    (sent,) = trees.send(prompt=40)
+    (branch,) = trees.engine.conversations.branches.of("ann")
+    assert (branch.conversation.num_computed_tokens, branch.conversation.num_history_tokens) == (0, 0)
+    trees.settle(sent)
+
+
 def test_a_turn_after_an_earlier_one_forks():
     trees = forest()
     first = trees.turn(prompt=40)

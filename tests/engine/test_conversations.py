@@ -67,6 +67,8 @@ def test_the_length_of_a_history_is_known_without_reading_it():
     table.forget(table.get("a"))
     num_loads = harness.store.num_loads
     assert [table.num_tokens(name) for name in ("a", "b", None)] == [95, 0, 0]
+    with pytest.raises(InvalidRequestError, match="conversation_id"):
+        table.num_tokens("")
     assert harness.store.num_loads == num_loads and not len(table)
 
 

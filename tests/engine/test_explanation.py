@@ -46,6 +46,7 @@ def test_explain_gives_the_tier_of_every_chunk():
     worths = [chunk.worth for chunk in explanation.chunks]
     assert worths == sorted(worths) and worths[0] > 0
     assert "reuse 73 tokens in device memory, copy 0 in, and recompute 0" in str(explanation)
+    assert explanation.lines[1].startswith("  tokens 0-72 (chunks 0-4): in device memory; ")
     harness.engine.push_out("a")
     harness.step(3)
     harness.finish_copies()

@@ -20,6 +20,7 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine import submission
 from pensieve_jax.engine.loop import unobserved
 from pensieve_jax.engine.turn import ReplyState
+from pensieve_jax.scheduler.request import RequestStatus
 from pensieve_jax.text import byte_tokenizer
 from tests.engine.harness import Harness, small_config
 
@@ -221,9 +222,37 @@ def test_a_closed_engine_refuses_calls():
     harness.engine.close()
     harness.engine.close()
     assert turn.output.finish_reason == "cancelled"
-    for call in (harness.engine.step, lambda: harness.engine.end("a"), lambda: harness.engine.submit([])):
+    engine = harness.engine
+    for call in (
+        engine.step,
+        engine.take_deltas,
+        engine.expire_idle,
+        engine.forget_experience,
+        lambda: engine.end("a"),
+        lambda: engine.submit([]),
+        lambda: engine.share_prefix([1]),
+        lambda: engine.explain("a"),
+        lambda: engine.explain_turn("", "a" * 32),
+        lambda: engine.chunk_map(""),
+        lambda: engine.unfinished,
+        lambda: engine.conversations,
+        lambda: engine.cache,
+    ):
         with pytest.raises(EngineClosedError):
             call()
+
+
+def test_an_unreported_finished_turn_is_found(monkeypatch):
+    harness = Harness()
+    turn = harness.submit(harness.facts(harness.prompt(5), "a"), "a")
+    (request,) = harness.engine._ledger.replies
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.engine._loop, "check_integrity", lambda: None)
+        harness.engine.check_integrity()
+        patch.setattr(request, "status", RequestStatus.FINISHED)
+        with pytest.raises(AssertionError, match="a finished turn was not reported"):
+            harness.engine.check_integrity()
+    harness.run(turn)
 
 
 def fail_resets(harness, monkeypatch, count):

@@ -151,6 +151,7 @@ def test_an_empty_commit_is_allowed(store):
         ("output_text", "\ud800"),
         ("finish_reason", None),
         ("messages", ({"role": "user", "content": object()},)),
+        ("messages", ({"role": "user", "content": float("nan")},)),
         ("messages", (3,)),
     ],
 )

@@ -296,6 +296,7 @@ def test_other_rows_get_holes_behind_their_tokens():
         ring.release(row)
     ring.advance()
     assert ring.places(0).tolist() == [14, 15, 0, 3, 6] and ring.row_span(0) == 9
+    assert len(ring._row(0).holes) == 2, "a step of one token leaves no hole"
 
 
 def test_a_resize_that_changes_nothing_is_not_launched():

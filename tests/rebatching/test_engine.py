@@ -222,6 +222,15 @@ def test_each_program_is_reported_as_it_is_compiled(llm, monkeypatch):
     assert calls == [(number, len(names), name) for number, name in enumerate(names, start=1)]
 
 
+def test_a_rehearsal_waits_for_its_programs(llm, monkeypatch):
+    """Their errors would otherwise appear in a later step."""
+    runner, waited = llm.engine._runner, []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    runner._rehearse()
+    runner.reset(())
+    assert len(waited) == len(runner.ring_shapes.shapes)
+
+
 @pytest.mark.long
 def test_two_devices_equal_one(llm):
     """Heads are split over the mesh; tokens are those of one device."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from pensieve_jax.core.errors import LogitsError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.sampling_rows import SamplerMode
 from pensieve_jax.rebatching.config import RebatchingConfig
-from pensieve_jax.rebatching.launches import Insert, Resize
+from pensieve_jax.rebatching.launches import Insert, Prefill, Resize
 from pensieve_jax.rebatching.loop import RebatchingLoop
 from pensieve_jax.rebatching.query import Query
-from pensieve_jax.rebatching.ring_shapes import RingShapes
+from pensieve_jax.rebatching.ring_shapes import RingShape, RingShapes
 from tests.rebatching.fake_runner import FakeRunner
 from tests.rebatching.integrity import check_integrity
 
@@ -161,6 +163,18 @@ def test_a_launch_that_always_fails_ends(kind, monkeypatch):
     for query in queries[:3]:
         with pytest.raises(StepFailedError, match="planted"):
             query.result()
+
+
+def test_a_failed_resize_is_blamed_on_the_ring_or_on_the_launches_that_were_to_follow():
+    small = Small()
+    resize, held = Resize(RingShape(4, 32), None), small.submit(2)
+    samples = tuple((query, row) for row, query in enumerate(small.submit(1)))
+    prefill = Prefill((2,), 5, 1, np.zeros(5, np.int32), np.zeros(0, np.int32), SamplerMode(), samples, 5)
+    assert set(small.loop._in(resize, [resize, prefill])) == {samples[0][0]}
+    small.loop.scheduler.ring.resize(resize.shape)
+    for query in held:
+        small.loop.scheduler.ring.insert(query, 5)
+    assert set(small.loop._in(resize, [resize, prefill])) == set(held)
 
 
 def test_a_query_counts_as_prefilled_once_it_is():

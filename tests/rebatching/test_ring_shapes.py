@@ -138,3 +138,12 @@ def test_a_new_ring_equals_a_cleared_one():
     used.clear()
     for ring in (Ring(), used):
         assert (ring.shape, ring.cursor, ring.span, ring.num_held) == (None, 0, 0, 0)
+
+
+def test_default_settings():
+    """Values that the documentation names."""
+    config = RebatchingConfig()
+    assert (config.max_batch, config.kv_bytes, config.host_bytes) == (8, 2**30, 2**32)
+    assert (config.prefill_batch, config.prefill_tokens, config.preemptive) == (4, 4096, False)
+    assert (config.max_logprobs, config.max_banned_ids, config.random_seed) == (8, 8, 0)
+    assert config.tensor_parallel_size == 1

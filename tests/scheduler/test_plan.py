@@ -111,6 +111,7 @@ def test_given_buckets_are_kept():
         (192, 2048, None, (16, 48, 64, 80, 112, 144, 176, 192, 352, 640, 1136, 2048)),
         (512, 1024, None, (16, 48, 80, 112, 160, 208, 256, 304, 368, 432, 512, 1024)),
         (256, 2048, 8, (16, 64, 128, 192, 256, 512, 1024, 2048)),
+        (128, 8192, 8, (16, 64, 96, 128, 368, 1024, 2912, 8192)),  # half of them are larger than decodes
         # all running requests may decode without padding
         (200, 512, 8, (16, 48, 80, 128, 160, 208, 336, 512)),
         (1, 2048, 8, (16, 32, 64, 128, 256, 512, 1024, 2048)),
@@ -124,6 +125,11 @@ def test_derived_buckets_are_dense_at_decode_sizes_and_double_above(num_running,
         max_num_running=num_running, max_num_batched_tokens=largest, max_num_buckets=count
     )
     assert token_buckets(config) == buckets
+
+
+@pytest.mark.parametrize(("smaller", "limit"), [(255, 512), (256, 256), (257, 257)])
+def test_a_bucket_below_256_tokens_leaves_nothing_over(smaller, limit):
+    assert step_limit((smaller, 512), 0, 300, chunk_tokens=32, prompt_steps=0) == limit
 
 
 SIZES = (64, 256, 512, 1024)

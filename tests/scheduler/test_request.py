@@ -91,6 +91,26 @@ def test_holes_in_its_own_chunks_are_not_skipped():
     assert request.holes == [(48, 64)]
 
 
+@pytest.mark.parametrize(
+    ("first_arriving", "reach", "expected"),
+    [
+        (None, 97, (57, 4)),
+        (6, 96, (56, 3)),
+        (5, 80, (40, 2)),
+        (4, 64, (40, 2)),
+        (1, 16, (16, 1)),
+        (0, 0, (0, 0)),
+    ],
+)
+def test_only_tokens_before_the_first_chunk_that_arrives_are_missing(first_arriving, reach, expected):
+    """A hole that begins there takes no row of the step, and one that ends behind it is cut."""
+    sequence: Any = Chunks([False] * 6, CHUNK)
+    sequence.first_arriving = first_arriving
+    request = request_of(6 * CHUNK + 1, sequence)
+    request.holes = [(0, 24), (48, 64), (80, 96)]
+    assert (request.reach(CHUNK), request.num_missing(CHUNK)) == (reach, expected)
+
+
 def test_a_new_request_has_no_computed_tokens():
     request = request_of(9, Chunks([False], CHUNK))
     assert (request.num_suspensions, request.num_output_tokens, request.sample_row) == (0, 0, -1)

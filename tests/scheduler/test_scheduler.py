@@ -283,6 +283,13 @@ def test_admission_counts_the_tokens_of_decodes(num_missing, is_admitted):
     assert harness.step().admitted == ((late,) if is_admitted else ())
 
 
+@pytest.mark.parametrize(("num_missing", "is_admitted"), [(63, True), (64, False)])
+def test_admission_counts_the_tokens_of_those_admitted_before_in_the_same_step(num_missing, is_admitted):
+    harness = SchedulerHarness(100)
+    long, late = harness.add("long", num_missing), harness.add("late", 1)
+    assert harness.step().admitted == ((long, late) if is_admitted else (long,))
+
+
 @pytest.mark.parametrize(("holes", "is_admitted"), [((0, 2, 4), True), ((0, 2, 4, 6), False)])
 def test_admission_counts_the_rows_of_decodes(holes, is_admitted):
     """Three decodes, the holes, and the prompt behind them take all eight rows, or leave one."""

@@ -267,6 +267,17 @@ def test_raw_turns_stay_under_a_template_that_rewrites():
     assert chat.begin(user("c"))[0] == 4 and chat.text.startswith("once3 messages: user: a\n")
 
 
+def test_a_tokenizer_without_special_tokens_renders_none_of_them():
+    template = "{{ bos_token }}" + PLAIN + "{{ eos_token }}"
+    tokenizer = Tokenizer(byte_tokenizer()._backend, chat_template=template)
+    chat = ChatFormat(tokenizer)
+    assert tokenizer.decode_raw(chat.token_ids([user("a")])) == "user: a\nassistant: "
+    raw = EarlierTurn(None, "once", tuple(b"once"), 4)
+    keep, ids = chat.turn_prompt([raw], list(b"once"), [user("a")])
+    assert (keep, tokenizer.decode_raw(ids)) == (4, "user: a\nassistant: ")
+    assert tokenizer.decode_raw(chat.prefix_token_ids([user("a")])).startswith("user: a")
+
+
 # --- tokenization at the seam
 
 
@@ -290,11 +301,12 @@ def test_templates_run_as_written_for_transformers():
     template = (
         "{% for m in messages %}{% if loop.index0 > 5 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
         "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}{{ eos_token }}"
+        "\n  {% if true %}\n  indented\n  {% endif %}\n"
     )
     chat = ChatFormat(with_template(template), now=lambda: datetime(2031, 1, 2))
     ids = chat.token_ids([{**user("<\u00e9>"), "name": "x"}])
     assert with_template("").decode_raw(ids) == (
-        '{"role": "user", "content": "<\u00e9>", "name": "x"}2031<eos>'
+        '{"role": "user", "content": "<\u00e9>", "name": "x"}2031<eos>\n  indented\n'
     )
 
 

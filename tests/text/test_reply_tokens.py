@@ -78,6 +78,16 @@ def test_a_possible_stop_string_is_held_back():
     assert reply.pieces[:3] == ["a", "", ""] and reply.text == "abcd"
 
 
+@pytest.mark.parametrize(("held", "expected"), [(b"bc", "abc"), (b"\xe4", "a\ufffd")])
+def test_an_ending_id_releases_the_text_that_was_held_back(held, expected):
+    reply = reply_of(stop=["bcx"], ending_ids=[ord("e")])
+    for token_id in b"a" + held:
+        assert reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS) is None
+    assert reply.text == "a"
+    assert reply.accept(ord("e"), -1.0, NO_IDS, NO_LOGPROBS) == "stop"
+    assert reply.text == expected
+
+
 @pytest.mark.parametrize(("logprobs", "top"), [(0, {}), (1, {7: -0.5}), (2, {7: -0.5, 8: -1.5})])
 def test_alternatives_are_the_requested_ones(logprobs, top):
     reply = reply_of(logprobs=logprobs, with_text=False)

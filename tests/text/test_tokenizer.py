@@ -445,3 +445,12 @@ def test_empty_text_is_not_encoded_behind_a_special_token(monkeypatch):
     )
     assert tokenizer.encode_after(2, "") == []
     assert texts == [""]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_before_another_id_is_of_plain_letters(name):
+    tokenizer = ZOO[name]
+    anchor_letter_id = tokenizer._anchor_letter_id
+    assert anchor_letter_id is not None
+    text = tokenizer.decode_window([anchor_letter_id])
+    assert text.isascii() and text.isalpha()

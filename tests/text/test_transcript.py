@@ -56,6 +56,8 @@ NEW = user("new")
         ),
         ([EarlierTurn(None, "A", (1,), "stop")], [user("a"), assistant("A"), NEW], 0),
         ([past(user("a"), reply=None)], [user("a"), assistant("A"), NEW], 2),
+        ([FIRST, EarlierTurn(None, "B", (1,), "stop")], [user("a"), assistant("A"), assistant("B"), NEW], 2),
+        ([FIRST, EarlierTurn(None, "B", (1,), "stop")], [assistant("B"), NEW], 0),
     ],
 )
 def test_messages_that_a_conversation_already_has_are_counted(earlier, messages, num_held):

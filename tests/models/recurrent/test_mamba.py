@@ -1,5 +1,6 @@
 """Mamba: transformers' tokens, each request as if it were alone, and the ends of replies."""
 
+import dataclasses
 import json
 
 import jax
@@ -141,6 +142,11 @@ def test_null_is_the_default():
     assert Mamba.from_hf(WEIGHTS, CONFIG | {"expand": None, "layer_norm_epsilon": None}).config == expected
 
 
+@pytest.mark.parametrize(("eos_token_id", "expected"), [(7, 7), ([7], 7), (None, None)])
+def test_the_end_of_replies_is_one_id_or_none(eos_token_id, expected):
+    assert parse_mamba(CONFIG | {"eos_token_id": eos_token_id}, "float32").eos_token_id == expected
+
+
 def test_missing_options_have_the_defaults_of_transformers():
     """The defaults are those of `transformers.MambaConfig`; `time_step_rank` "auto" is ceil(hidden_size /
     16).
@@ -161,6 +167,16 @@ def test_missing_options_have_the_defaults_of_transformers():
         tie_word_embeddings=True,
         eos_token_id=0,
     )
+    sizes = {
+        "vocab_size": 50280,
+        "hidden_size": 776,
+        "intermediate_size": 2 * 776,
+        "num_layers": 32,
+        "state_size": 16,
+        "conv_kernel": 4,
+        "time_step_rank": 49,
+    }
+    assert MambaConfig(dtype="float32", **sizes) == dataclasses.replace(config, eos_token_id=None)
 
 
 def test_tensors_alone_are_not_enough():

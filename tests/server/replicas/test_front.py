@@ -174,6 +174,17 @@ def test_a_front_end_reloads_its_keys_or_reports_why_it_could_not(tmp_path):
     assert keys.owner("Bearer second") == "me"
 
 
+@pytest.mark.parametrize(("log_format", "expected"), [(None, []), ("json", ["json", "uncaught"])])
+def test_an_actor_logs_in_the_given_format(monkeypatch, log_format, expected):
+    from pensieve_jax.server.replicas import serve_app
+
+    done = []
+    monkeypatch.setattr(serve_app, "log_to", lambda *, log_format: done.append(log_format))
+    monkeypatch.setattr(serve_app, "log_uncaught", lambda: done.append("uncaught"))
+    serve_app._log_as(log_format)
+    assert done == expected
+
+
 def test_an_idle_actor_ends_within_a_second():
     from pensieve_jax.server.replicas.serve_app import application
 

@@ -293,6 +293,19 @@ def test_on_sighup_the_front_end_reloads_its_keys_and_keeps_serving(stage, caplo
     assert "api_keys_file is bad" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(None, "keys reloaded"), (TimeoutError("late"), "the front end did not reload its keys: late")],
+)
+def test_the_log_says_whether_the_keys_were_reloaded(stage, caplog, answer, words):
+    from pensieve_jax.server.replicas import local
+
+    caplog.set_level(logging.INFO)
+    stage.answers["reload_keys"] = answer
+    local._reload_keys()
+    assert words in caplog.text
+
+
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_if_ray_dies_the_command_reports_it_and_exits_with_a_status(stage, caplog, name):
     stage.ended = [("log_monitor", None), (name, None)]

@@ -276,6 +276,19 @@ def test_a_connection_without_a_greeting_is_dropped():
     run(work())
 
 
+def test_a_connection_with_the_token_need_not_send_it_in_time_again():
+    async def work():
+        async with front() as (listener, links, address):
+            link, inbox = await links.to(address), listener.open()
+            with link.stream(inbox.number) as stream:
+                await stream.send(b"begun")
+                assert await inbox.take() == b"begun"
+            (connection,) = listener._connections
+            assert connection.is_known and connection._deadline.cancelled()
+
+    run(work())
+
+
 def test_a_frame_that_is_too_long_ends_the_connection(monkeypatch):
     monkeypatch.setattr("pensieve_jax.server.engine_process.wire.MAX_FRAME_BYTES", 1000)
 

@@ -1,0 +1,41 @@
+"""Tensors of a checkpoint that are split over devices before a parameter is assembled from them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from model_defs import preset
+from model_defs.tensor_recipes import attention_recipes
+
+CONFIG = preset("llama-tiny")
+WHOLE = attention_recipes(CONFIG, "o_proj")
+HALF = attention_recipes(
+    dataclasses.replace(
+        CONFIG,
+        num_heads=CONFIG.num_heads // 2,
+        num_kv_heads=CONFIG.num_kv_heads // 2,
+        head_dim=CONFIG.head_dim,
+    ),
+    "o_proj",
+)
+
+
+@pytest.mark.parametrize("name", ["qkv.proj.kernel", "qkv.proj.bias", "out.kernel"])
+def test_halves_of_the_heads_are_assembled_as_halves_of_the_whole(name):
+    recipe, half = WHOLE[name], HALF[name]
+    assert recipe.assemble is not None and half.assemble is not None and recipe.split_axis is not None
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in recipe.shapes]
+    split = [np.split(tensor, 2, recipe.split_axis) for tensor in tensors]
+    assert tuple(first.shape for first, _ in split) == half.shapes
+    expected = np.asarray(recipe.assemble(*tensors))
+    parts = [np.asarray(half.assemble(*(one[index] for one in split))) for index in range(2)]
+    (axis,) = (axis for axis, size in enumerate(expected.shape) if parts[0].shape[axis] != size)
+    np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
+
+
+def test_a_bias_of_the_output_is_not_split():
+    assert WHOLE["out.bias"].split_axis is None
