@@ -11,7 +11,7 @@ INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel docs bench-scheduler clean
+.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel docs lock bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,13 @@ check-wheel: $(STAMP)
 # A page or a docstring that Sphinx warns of fails, as does a link to a page, a heading or a file that is not there.
 docs: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs/site . build/site
+
+# Versions and hashes of everything that `dev` installs, for Python 3.12 on x86-64 Linux. Settings of this machine, such
+# as another index, are not read: the file has no trace of them.
+lock: $(STAMP)
+	$(BIN)/uv pip compile --quiet --upgrade --no-config --default-index=https://pypi.org/simple --no-annotate \
+		--generate-hashes --python-version=3.12 --python-platform=x86_64-manylinux_2_28 --extra=dev \
+		--custom-compile-command="make lock" --output-file=requirements/dev.txt pyproject.toml
 
 bench-scheduler: $(STAMP)
 	JAX_PLATFORMS=cpu $(BIN)/python -m pensieve_lab.programs.benchmark_scheduler

@@ -32,6 +32,12 @@ def test_every_error_that_a_caller_can_get_is_exported() -> None:
     assert all(hasattr(pensieve_jax, name) for name in pensieve_jax.__all__)
 
 
+def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
+    page = (ROOT / "docs" / "site" / "python.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\.\. auto(?:class|exception):: (\w+)$", page, re.MULTILINE)
+    assert sorted(described) == sorted(name for name in pensieve_jax.__all__ if name != "__version__")
+
+
 def test_result_types_of_an_llm_are_exported() -> None:
     public = {
         name: inspect.get_annotations(method)["return"]

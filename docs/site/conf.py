@@ -31,6 +31,7 @@ myst_heading_anchors = 4
 napoleon_use_ivar = True
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
 
 html_theme = "furo"
 html_title = "pensieve-jax"

@@ -379,6 +379,8 @@ def test_users_in_the_servers_own_thread_make_no_run_void(benchmark, monkeypatch
         ({"curve": "a=/nowhere/a.json", "plot": "x.png"}, "--curve is '/nowhere/a.json'"),
         ({"curve": "a=b.json", "plot": "x.png", "level_ms": 0}, "--level_ms is 0"),
         ({"curves": "a.json", "plot": "x.png", "top_ms": "inf"}, "--top_ms is inf"),
+        ({"latency": "first_token"}, "--latency is 'first_token', .* left out without --curves or --curve"),
+        ({"level_ms": 18, "plot": "x.png"}, "--level_ms is 18.0, .* left out without --curves or --curve"),
         (
             {"plot": "x.png", "seeds": "0,1"},
             "--plot is 'x.png', but must be left out with several --seeds",

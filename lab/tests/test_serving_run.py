@@ -23,6 +23,7 @@ from tests.launching import load
 serving_client = load("pensieve_lab.serving.client")
 serving_clock = load("pensieve_lab.serving.clock")
 serving_figures = load("pensieve_lab.serving.figures")
+plots = load("pensieve_lab.serving.latency_plot")
 serving_report = load("pensieve_lab.serving.report")
 serving_run = load("pensieve_lab.serving.run")
 serving_steps = load("pensieve_lab.serving.timed_runner")
@@ -416,6 +417,28 @@ def test_curves_of_several_files(tmp_path):
     assert curves["stateless"][0] == (2.0, 0.03, 0.06)
 
 
+def test_curves_of_first_tokens(tmp_path):
+    """A document without first tokens is refused, with its line."""
+    path = tmp_path / "points.json"
+    first_token_s = {"mean": 0.5, "p90": 4.0}
+    write(path, "pensieve", point(4.0, 0.02) | {"first_token_s": first_token_s})
+    latency = plots.LATENCIES["first_token"]
+    named = [serving_report.Named("--curves", None, (path,))]
+    assert serving_report.read_curves(named, latency).by_name == {"pensieve": [(4.0, 0.5, 4.0)]}
+    write(path, "pensieve", point(5.0, 0.02))
+    with pytest.raises(ConfigError, match=r"points\.json, line 2.*it has no 'first_token_s'"):
+        serving_report.read_curves(named, latency)
+
+
+def test_a_logarithmic_axis_shows_all_points(tmp_path):
+    pytest.importorskip("matplotlib")
+    view = plots.View(latency=plots.LATENCIES["first_token"])
+    curves = {str(number): [serving_report.Point(1.0, 0.01, 9.0 + number)] for number in range(8)}
+    assert plots._top_ms(curves, view) == pytest.approx(1.1 * 16_000)
+    serving_report.draw(curves, "a", tmp_path / "a.png", view)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_curves_by_names_of_their_own(tmp_path):
     """Two configurations of one system are two curves; the path of a model's files does not matter."""
     one, other, paged = (tmp_path / name for name in ("one.json", "other.json", "fp8.json"))
@@ -441,11 +464,11 @@ def test_curves_that_have_no_name_or_no_files(text):
 
 def test_a_picture_says_what_it_cuts_off(tmp_path):
     pytest.importorskip("matplotlib")
-    cut_off = load("pensieve_lab.serving.latency_plot")._cut_off
+    cut_off = plots._cut_off
     curves = {"a": [serving_report.Point(1.0, 0.01, 0.02), serving_report.Point(2.0, 0.03, 0.05)]}
     assert cut_off(curves, 40.0) == "cut off above 40 ms: means 0, 90th percentiles 1"
     assert cut_off(curves, 60.0) is None
-    view = load("pensieve_lab.serving.latency_plot").View(level_s=0.02, top_s=0.04)
+    view = plots.View(level_s=0.02, top_s=0.04)
     serving_report.draw(curves, "a", tmp_path / "a.png", view)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -239,7 +239,7 @@ class Evictor:
 
     # Order
 
-    def _victim(self, eviction_class: EvictionClass) -> Victim | None:
+    def _victim(self, eviction_class: EvictionClass) -> Victim[CachedSequence] | None:
         """Return the next idle victim of an eviction class, or None."""
         if not self._num_idle_by_class[eviction_class]:
             return None

@@ -38,7 +38,7 @@ def change[S: Guarded, **P, T](method: Callable[Concatenate[S, P], T]) -> Callab
     """Make `method` a guarded change: one at a time, and either complete or known to be incomplete."""
 
     @wraps(method)
-    def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         self._check_usable()
         return self._guard.run(lambda: method(self, *args, **kwargs))
 

@@ -64,7 +64,7 @@ from pensieve_lab.serving.client import InlineClient, Prompts, ThreadedClient
 from pensieve_lab.serving.clock import RunClock
 from pensieve_lab.serving.engine_server import EngineServer
 from pensieve_lab.serving.figures import UNITS, figures
-from pensieve_lab.serving.latency_plot import View
+from pensieve_lab.serving.latency_plot import LATENCIES, View
 from pensieve_lab.serving.load_points import (
     LoadPoint,
     all_arrivals,
@@ -97,6 +97,7 @@ _OPEN_FLAGS = (
     *("trace", "trace_format", "tokenizer", "workload", "loads", "rates", "arrivals", "seeds"),
     *("max_client_lag_s", "max_run_s", *USERS_FLAGS),
 )
+_CURVE_FLAGS = ("title", "level_ms", "top_ms", "latency")
 
 
 def histories(load: LoadPoint, prompts: Prompts, between_steps: Callable[[], None]) -> Iterator[History]:
@@ -184,6 +185,9 @@ def check_flags() -> None:
     if FLAGS.system != VLLM_OFFLOAD and FLAGS["vllm_offload_prompt_only"].present:
         limit = f"left out for --system={FLAGS.system}"
         raise ConfigError("--vllm_offload_prompt_only", FLAGS.vllm_offload_prompt_only, limit)
+    for name in _CURVE_FLAGS:
+        if FLAGS[name].present:
+            raise ConfigError(f"--{name}", FLAGS[name].value, "left out without --curves or --curve")
     if FLAGS.output_json is not None:
         check_can_write("--output_json", Path(FLAGS.output_json))
     if FLAGS.plot is not None:
@@ -282,9 +286,11 @@ def draw_curves() -> int:
         if given is not None and not 0 < given < math.inf:
             raise ConfigError(f"--{name}", given, "above 0 milliseconds")
     files = [Named("--curves", None, tuple(map(Path, FLAGS.curves)))] if FLAGS.curves else []
-    title, curves = read_curves(files + [named_curve(text) for text in FLAGS.curve])
+    latency = LATENCIES[FLAGS.latency]
+    title, curves = read_curves(files + [named_curve(text) for text in FLAGS.curve], latency)
     level_s, top_s = (None if ms is None else ms / 1e3 for ms in (FLAGS.level_ms, FLAGS.top_ms))
-    draw(curves, (FLAGS.title or title).replace("\\n", "\n"), Path(FLAGS.plot), View(level_s, top_s))
+    view = View(level_s, top_s, latency)
+    draw(curves, (FLAGS.title or title).replace("\\n", "\n"), Path(FLAGS.plot), view)
     results: dict[str, Any] = {"curves": curves, "plot": FLAGS.plot}
     if level_s is not None:
         results |= {"level_s": level_s, "requests_per_s_at_level": at_level(curves, level_s)}
@@ -321,6 +327,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_float("level_ms", None, "Draw a line at this latency, and report where curves cross it.")
     flags.DEFINE_float("top_ms", None, "Highest latency in the plot.")
+    flags.DEFINE_enum("latency", "token", LATENCIES, "Latency that --curves and --curve draw.")
     flags.DEFINE_string(
         "transformers_attention",
         "paged|sdpa",

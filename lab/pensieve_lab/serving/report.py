@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.report import table
 from pensieve_lab.common.crossing import crossing_at
-from pensieve_lab.serving.latency_plot import Point, View, plot_latency
+from pensieve_lab.serving.latency_plot import LATENCIES, Latency, Point, View, plot_latency
 
 BENCHMARK = "serving_benchmark"
 COMMON = ("model", "dtype", "trace", "loop", "settings")  # must be equal in all compared systems
@@ -135,8 +135,8 @@ def named_curve(text: str) -> Named:
     return Named("--curve", name, tuple(map(Path, files.split(","))))
 
 
-def read_curves(curves: Sequence[Named]) -> Curves:
-    """Read files of `append_line`; void points are left out, and windows may differ in length.
+def read_curves(curves: Sequence[Named], latency: Latency = LATENCIES["token"]) -> Curves:
+    """Read a latency from files of `append_line`; void points are left out, and windows may differ in length.
 
     Raises ConfigError for other files, if no point counts, and for points that differ in model, trace, users,
     seeds or arrivals or, within a curve, in system or configuration.
@@ -149,7 +149,7 @@ def read_curves(curves: Sequence[Named]) -> Curves:
             curve_name = name or str(results["system"])
             for key, parts in (("all", COMMON), (f"of {curve_name}", _OWN)):
                 _check_alike(flag, (where, results), first.setdefault(key, (where, results)), parts)
-            points = _drawn(flag, where, results)
+            points = _drawn(flag, where, results, latency)
             _check_loads(flag, where, results, loads)
             if points:
                 found.setdefault(curve_name, []).extend(points)
@@ -209,12 +209,12 @@ def draw(curves: Mapping[str, Sequence[Point]], title: str, path: Path, view: Vi
         raise ConfigError("--plot", str(path), limit, error.strerror or str(error)) from error
 
 
-def curve(points: Sequence[Mapping[str, Any]]) -> list[Point]:
+def curve(points: Sequence[Mapping[str, Any]], latency: Latency = LATENCIES["token"]) -> list[Point]:
     """Return the points to draw of measured or simulated load points: answered and not void."""
     return [
-        Point(point["requests_per_s"], *(point["normalized_latency_s"][part] for part in ("mean", "p90")))
+        Point(point["requests_per_s"], *(point[latency.field][part] for part in ("mean", "p90")))
         for point in points
-        if point["normalized_latency_s"] and not point.get("void")
+        if point[latency.field] and not point.get("void")
     ]
 
 
@@ -225,10 +225,12 @@ def _lines(flag: str, path: Path) -> list[str]:
         raise ConfigError(flag, str(path), "files that can be read", str(error)) from error
 
 
-def _drawn(flag: str, where: str, results: Mapping[str, Any]) -> list[tuple[float, Point]]:
+def _drawn(flag: str, where: str, results: Mapping[str, Any], latency: Latency) -> list[tuple[float, Point]]:
     """Return the points of a document that are drawn, with their rates."""
     try:
-        return [(point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point])]
+        return [
+            (point["rate"] or 0.0, drawn) for point in results["points"] for drawn in curve([point], latency)
+        ]
     except (KeyError, TypeError) as error:
         raise no_document(flag, where, error) from error
 

@@ -1,0 +1,42 @@
+"""docs/adding_a_model.md: its layer computes what Qwen3's does, and its rows are those of the code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model_defs import load_model, make_mesh, preset, registry
+from model_defs.families import qwen3
+from tests.launching import ROOT
+from tests.models.helpers import dense_logits
+
+PAGE = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
+LAYER, RECIPE, ROW = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+CONFIG = preset("qwen3-tiny")
+
+
+def test_the_layer_of_the_page_computes_what_the_family_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = np.arange(3, 40, dtype=np.int32)
+    expected = dense_logits(load_model("random:qwen3-tiny", dtype="float32", mesh=make_mesh(1)), token_ids)
+    names: dict[str, Any] = dict(vars(qwen3))
+    exec(compile(LAYER, "adding_a_model.md", "exec"), names)
+    assert names["Qwen3Layer"] is not qwen3.Qwen3Layer
+    monkeypatch.setattr(qwen3, "Qwen3Layer", names["Qwen3Layer"])
+    found = dense_logits(load_model("random:qwen3-tiny", dtype="float32", mesh=make_mesh(1)), token_ids)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_the_recipe_of_the_page_is_in_the_weight_map() -> None:
+    layer = qwen3.FAMILY.weight_map(CONFIG).layer
+    for name in ("q_norm", "k_norm"):
+        (row,) = eval("{" + RECIPE + "}", {**vars(qwen3), "config": CONFIG, "name": name}).items()
+        assert layer[row[0]] == row[1]
+
+
+def test_the_row_of_the_page_makes_the_table() -> None:
+    names: dict[str, Any] = {"others": [one for one in registry.FAMILIES.values() if one is not qwen3.FAMILY]}
+    exec(compile(ROW.replace("        ...\n", "        *others,\n"), "adding_a_model.md", "exec"), names)
+    assert names["FAMILIES"] == registry.FAMILIES
