@@ -93,8 +93,8 @@ def main() -> int:
 
     class Clock(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
-            return NOW
+        def now(cls, tz: Any = None) -> Clock:
+            return cls.fromtimestamp(NOW.timestamp())
 
     chat_template_utils.datetime = Clock
 

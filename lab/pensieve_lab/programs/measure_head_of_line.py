@@ -68,7 +68,7 @@ type Serve = Callable[[Sequence[Sent], int], list[Served]]
 
 def settings() -> dict[str, Any]:
     """Return the settings of `--system`, with the flags that are given; raises ConfigError."""
-    chosen = dict(_DEFAULTS[FLAGS.system])
+    chosen: dict[str, Any] = dict(_DEFAULTS[FLAGS.system])
     for name in ("duration_s", "gpu_pages"):
         if FLAGS[name].value is not None:
             chosen[name] = FLAGS[name].value
@@ -94,13 +94,14 @@ def config_of(chosen: dict[str, Any]) -> EngineConfig:
 
 def seeds_of(group: str) -> list[int]:
     """Return the seeds of a flag; raises ConfigError."""
+    texts: list[str] = FLAGS[group].value or []
     try:
-        seeds = [int(text) for text in FLAGS[group].value]
+        seeds = [int(text) for text in texts]
     except ValueError as error:
         limit = "whole numbers from 0 on, separated by commas"
-        raise ConfigError(f"--{group}", ",".join(FLAGS[group].value), limit) from error
+        raise ConfigError(f"--{group}", ",".join(texts), limit) from error
     if any(seed < 0 for seed in seeds):
-        raise ConfigError(f"--{group}", ",".join(FLAGS[group].value), "whole numbers from 0 on")
+        raise ConfigError(f"--{group}", ",".join(texts), "whole numbers from 0 on")
     return seeds
 
 

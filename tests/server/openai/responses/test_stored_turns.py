@@ -1,4 +1,4 @@
-"""Turns of every API as stored responses: what they hold, and their events, whoever created them."""
+"""Turns of every API as stored responses: what they hold, and their events."""
 
 from __future__ import annotations
 
