@@ -18,7 +18,7 @@ from pensieve_jax.core.errors import (
     HistoryMismatchError,
     HistoryMissingError,
 )
-from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, database
+from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, database, opening
 from pensieve_jax.history.connection import SQLiteConnection
 
 FINGERPRINT = "model:a tokenizer:b"
@@ -485,3 +485,17 @@ def test_a_failed_open_releases_the_lock(filled):
             open_store(filled).close()
     with open_store(filled) as store:
         store.commit([turn()])
+
+
+def test_only_a_database_server_must_be_reachable(tmp_path, monkeypatch):
+    needed: list[str] = []
+
+    def need(url: str) -> None:
+        needed.append(url)
+        raise HistoryError("planted")
+
+    monkeypatch.setattr(opening, "need_psycopg", need)
+    opening.check_reachable(tmp_path / "missing" / "history.sqlite")
+    with pytest.raises(HistoryError, match="planted"):
+        opening.check_reachable("postgresql://me@host/chats")
+    assert needed == ["postgresql://me@host/chats"]

@@ -21,6 +21,7 @@ from model_defs import (
     random_model,
     save_parameters,
 )
+from model_defs.orbax_store import check_target
 from model_defs.parameters import named_parameters
 from tests.launching import load
 from tests.models.helpers import GOLDEN, dense_logits, golden
@@ -249,3 +250,11 @@ def test_a_changed_byte_in_any_file(saved: Path, tmp_path: Path) -> None:
 
 def test_jax_is_left_with_its_devices() -> None:
     assert len(jax.devices()) >= 4  # otherwise the mesh tests above test nothing
+
+
+@pytest.mark.parametrize("name", ["model_config.json", "params"])
+def test_a_folder_with_a_part_of_a_saved_model_is_no_target(tmp_path, name):
+    check_target(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match="already holds a saved model"):
+        check_target(tmp_path)

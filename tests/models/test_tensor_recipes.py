@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 
 from model_defs import preset
-from model_defs.tensor_recipes import attention_recipes
+from model_defs.tensor_recipes import attention_recipes, gated_mlp_recipes
 
 CONFIG = preset("llama-tiny")
-WHOLE = attention_recipes(CONFIG, "o_proj")
-HALF = attention_recipes(
-    dataclasses.replace(
-        CONFIG,
-        num_heads=CONFIG.num_heads // 2,
-        num_kv_heads=CONFIG.num_kv_heads // 2,
-        head_dim=CONFIG.head_dim,
-    ),
-    "o_proj",
+HALF_CONFIG = dataclasses.replace(
+    CONFIG,
+    num_heads=CONFIG.num_heads // 2,
+    num_kv_heads=CONFIG.num_kv_heads // 2,
+    head_dim=CONFIG.head_dim,
+    intermediate_size=CONFIG.intermediate_size // 2,
+)
+WHOLE, HALF = (
+    attention_recipes(config, "o_proj") | gated_mlp_recipes(config) for config in (CONFIG, HALF_CONFIG)
 )
 
 
-@pytest.mark.parametrize("name", ["qkv.proj.kernel", "qkv.proj.bias", "out.kernel"])
-def test_halves_of_the_heads_are_assembled_as_halves_of_the_whole(name):
+@pytest.mark.parametrize("name", [name for name, recipe in WHOLE.items() if recipe.assemble is not None])
+def test_halves_of_the_tensors_are_assembled_as_halves_of_the_whole(name):
     recipe, half = WHOLE[name], HALF[name]
     assert recipe.assemble is not None and half.assemble is not None and recipe.split_axis is not None
     rng = np.random.default_rng(1)
@@ -37,5 +37,5 @@ def test_halves_of_the_heads_are_assembled_as_halves_of_the_whole(name):
     np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
 
 
-def test_a_bias_of_the_output_is_not_split():
-    assert WHOLE["out.bias"].split_axis is None
+def test_biases_of_outputs_are_not_split():
+    assert WHOLE["out.bias"].split_axis is None and WHOLE["mlp.down.bias"].split_axis is None
