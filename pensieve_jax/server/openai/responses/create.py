@@ -149,7 +149,7 @@ class ResponseCreation:
     # Register a request with a key, lock the conversation, and plan the turn
 
     def _keyed_run(self, request: CreateRequest) -> ResponseRun | None:
-        """Return the run of a request with a key, which the same request finds from now on; None without one.
+        """Return the run of a request with a key, which the same request finds from now on, else None.
 
         It is registered before the conversation is locked: otherwise the lock would refuse the same request.
         """

@@ -73,7 +73,7 @@ class ResponseRun:
         self._texts = []
 
     def take(self, delta: AsyncDelta) -> None:
-        """Append a part of the reply."""
+        """Add a part of the reply."""
         self.is_started = True
         self._token_ids += delta.token_ids
         self._texts.append(delta.text)

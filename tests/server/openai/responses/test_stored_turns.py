@@ -1,4 +1,4 @@
-"""Turns of every API as stored responses: what they hold, and their events."""
+"""Stored turns of Chat Completions, Completions and Responses: what they hold, and what continues them."""
 
 from __future__ import annotations
 
