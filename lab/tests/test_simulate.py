@@ -70,11 +70,12 @@ def test_policies_replicas_and_stepping_give_the_same_again(simulate, unified):
 
 
 def test_decodes_that_pause_for_prompts_make_answers_slower(simulate):
-    mean_s = []
+    """The median is compared: a request that passed others and was suspended for them is far slower."""
+    median_s = []
     for unified in ("true", "false"):
         _, document = simulate(unified=unified, systems="stateless")
-        mean_s.append(document["results"]["systems"]["stateless"][0]["output_token_s"]["mean"])
-    assert mean_s[0] < mean_s[1]
+        median_s.append(document["results"]["systems"]["stateless"][0]["output_token_s"]["p50"])
+    assert median_s[0] < median_s[1]
 
 
 def test_a_trace_with_recorded_times_to_its_end(simulate, tmp_path):
