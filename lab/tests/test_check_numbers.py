@@ -19,7 +19,7 @@ check_numbers = load("check_numbers")
 
 LAB = check_numbers.ROOT / "lab"
 README = check_numbers.ROOT / "README.md"
-NO_PAGES = {"documents", "papers", "pictures", "removed", "summary_only", "unchecked"}
+NO_PAGES = {"code_blocks", "documents", "papers", "pictures", "removed", "summary_only", "unchecked"}
 SOURCED = sorted({path.stem for path in (LAB / "sources").glob("*.toml")} - NO_PAGES)
 PAGES = {path.stem: path for folder in ("docs", "lab/docs") for path in (LAB.parent / folder).glob("*.md")}
 PAGE = """# A page
