@@ -6,7 +6,7 @@ pages, no kernel, no shared code. The models know only the protocol.
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,17 @@ from jax.sharding import PartitionSpec
 from model_defs.sharding import KV_PAGES_SPEC, TENSOR_AXIS, AnyMesh
 from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention, stored_as, write_kv
 
+Queries = Annotated[jax.Array, "f[T, num_heads, head_dim]"]
+"""Queries of T tokens, and the attention that is computed for them."""
+KeysOrValues = Annotated[jax.Array, "f[T, num_kv_heads, head_dim]"]
+"""Keys, or values, of T tokens."""
 _HEADS_SPEC = PartitionSpec(None, TENSOR_AXIS, None)
 
 
 class Attention(Protocol):
     """Causal attention of one layer, scaled by head_dim**-0.5."""
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, layer_index: int, q: Queries, k: KeysOrValues, v: KeysOrValues) -> Queries:
         """Return [T, num_heads, head_dim] for q of that shape and k, v [T, num_kv_heads, head_dim]."""
         ...
 
@@ -59,7 +63,7 @@ class PagedAttention:
         self.kv_pages = list(kv_pages)
         self._batch, self._mesh, self._tile_spec, self._backend = batch, mesh, tile_spec, backend
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, layer_index: int, q: Queries, k: KeysOrValues, v: KeysOrValues) -> Queries:
         """Write k and v, then attend; see `Attention`."""
         self.kv_pages[layer_index], out = _write_and_attend(
             self.kv_pages[layer_index],
@@ -137,7 +141,7 @@ class DenseAttention:
         """Store the type that keys and values are rounded to."""
         self._kv_dtype = kv_dtype
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, layer_index: int, q: Queries, k: KeysOrValues, v: KeysOrValues) -> Queries:
         """Compute attention; see `Attention`. No state is stored, so `layer_index` is unused."""
         num_tokens, num_heads, head_dim = q.shape
         group = num_heads // k.shape[1]

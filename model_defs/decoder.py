@@ -7,7 +7,7 @@ families; called by the runner, the dense reference and tests.
 """
 
 import abc
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 from flax import nnx
@@ -15,6 +15,11 @@ from flax import nnx
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
 from model_defs.layers import Embedding
+
+Hidden = Annotated[jax.Array, "f32[T, hidden_size]"]
+"""Residual stream of T tokens."""
+TokenVector = Annotated[jax.Array, "i32[T]"]
+"""Ids or positions of T tokens."""
 
 
 class Decoder(nnx.Module):
@@ -41,25 +46,37 @@ class Decoder(nnx.Module):
     def back(self) -> tuple[str, ...]:
         """Names of the attributes, besides `layers`, that `normalize` and `compute_logits` read."""
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attention: Attention) -> jax.Array:
+    def __call__(
+        self,
+        token_ids: TokenVector,
+        positions: TokenVector,
+        attention: Attention,
+    ) -> Hidden:
         """Map token_ids i32[T], positions i32[T] to normed hidden states f32[T, hidden_size]."""
         x = self.embed_tokens(token_ids, positions)
         return self.normalize(self.run_layers(x, positions, attention, 0, self.config.num_layers))
 
     @abc.abstractmethod
-    def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def embed_tokens(self, token_ids: TokenVector, positions: TokenVector) -> Hidden:
         """Map token_ids i32[T], positions i32[T] to the first layer's input f32[T, hidden_size]."""
 
     @abc.abstractmethod
     def run_layers(
-        self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
-    ) -> jax.Array:
+        self,
+        x: Hidden,
+        positions: TokenVector,
+        attention: Attention,
+        start: int,
+        stop: int,
+    ) -> Hidden:
         """Run layers [start, stop) on f32[T, hidden_size]; the output has the same shape."""
 
     @abc.abstractmethod
-    def normalize(self, x: jax.Array) -> jax.Array:
+    def normalize(self, x: Hidden) -> Hidden:
         """Norm the last layer's output f32[T, hidden_size] for `compute_logits`."""
 
-    def compute_logits(self, hidden: jax.Array) -> jax.Array:
+    def compute_logits(
+        self, hidden: Annotated[jax.Array, "f32[S, hidden_size]"]
+    ) -> Annotated[jax.Array, "f32[S, vocab_size]"]:
         """Map rows [S, hidden_size] of the normed output to logits f32[S, vocab_size]."""
         return (self.embed if self.head is None else self.head).logits(hidden)

@@ -5,7 +5,7 @@ Owns: the limits of the kernel, and the error for unsupported arguments. Does no
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -64,16 +64,16 @@ def supports(num_rows: int, depth: int, width: int, *, gated: bool, dtype: Any) 
 
 
 def decode_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None = None,
+    x: Annotated[jax.Array, "f[num_rows, depth]"],
+    w: Annotated[jax.Array, "f[depth, columns]"],
+    bias: Annotated[jax.Array, "f[width]"] | None = None,
     *,
     gated: bool = False,
     relu: bool = False,
     backend: str = "auto",
     tile: MatmulTile | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Annotated[jax.Array, "f[num_rows, width]"]:
     """Return `x @ w + bias`, or `silu(x @ gate) * (x @ up)`, for few rows; in float32, rounded once.
 
     With the kernel, the result of a row depends on that row alone.

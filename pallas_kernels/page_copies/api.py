@@ -13,6 +13,7 @@ holds. Scattering to it, or to a page past the pool, writes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,12 @@ def choose_backend(page_shape: tuple[int, ...], device: jax.Device) -> str:
 
 
 def gather_pages(
-    pools: Sequence[jax.Array], pages: jax.Array, *, backend: str = "xla", interpret: bool = False
-) -> list[jax.Array]:
+    pools: Sequence[Annotated[jax.Array, "[num_pages, rows, 2 * num_kv_heads, head_dim]"]],
+    pages: Annotated[jax.Array, "i32[num_chunks]"],
+    *,
+    backend: str = "xla",
+    interpret: bool = False,
+) -> list[Annotated[jax.Array, "[num_layers, rows, 2 * num_kv_heads, head_dim]"]]:
     """Return one chunk for every entry of `pages`.
 
     Args:
@@ -61,13 +66,13 @@ def gather_pages(
 
 
 def scatter_pages(
-    pools: Sequence[jax.Array],
-    chunks: Sequence[jax.Array],
-    pages: jax.Array,
+    pools: Sequence[Annotated[jax.Array, "[num_pages, rows, 2 * num_kv_heads, head_dim]"]],
+    chunks: Sequence[Annotated[jax.Array, "[num_layers, rows, 2 * num_kv_heads, head_dim]"]],
+    pages: Annotated[jax.Array, "i32[num_chunks]"],
     *,
     backend: str = "xla",
     interpret: bool = False,
-) -> list[jax.Array]:
+) -> list[Annotated[jax.Array, "[num_pages, rows, 2 * num_kv_heads, head_dim]"]]:
     """Return the pools with every chunk written to its page, in place if the pools are donated.
 
     Args:

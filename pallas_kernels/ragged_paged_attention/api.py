@@ -7,7 +7,7 @@ Does not know: the limits of a back end (`backends` does), or how it works.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,12 @@ PAGE_SIZES = (16, 32, 64)
 
 
 def ragged_paged_attention(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    cu_q_lens: jax.Array,
-    num_seqs: jax.Array,
+    q: Annotated[jax.Array, "f[num_tokens, num_q_heads, head_dim]"],
+    kv_pages: Annotated[jax.Array, "[num_pages, page_rows, 2 * num_kv_heads, head_dim]"],
+    kv_lens: Annotated[jax.Array, "i32[max_num_seqs]"],
+    page_indices: Annotated[jax.Array, "i32[max_num_seqs, pages_per_seq]"],
+    cu_q_lens: Annotated[jax.Array, "i32[max_num_seqs + 1]"],
+    num_seqs: Annotated[jax.Array, "i32[1]"],
     *,
     sm_scale: float,
     metadata: tuple[TileSpec, jax.Array] | None = None,
@@ -40,7 +40,7 @@ def ragged_paged_attention(
     blocks: BlockSizes | None = None,
     kv_dtype: str | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Annotated[jax.Array, "f[num_tokens, num_q_heads, head_dim]"]:
     """Return the causal attention of ragged query ranges over pages (Pensieve, section 4.4: sub-requests).
 
     Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys. The keys

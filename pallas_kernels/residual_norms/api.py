@@ -7,7 +7,7 @@ Does not know: how any back end works.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,10 @@ def choose_backend(width: int, device: jax.Device | AbstractDevice | None) -> st
 
 
 def add_and_norm(
-    x: jax.Array,
-    y: jax.Array | None,
-    scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    x: Annotated[jax.Array, "f32[num_rows, width]"],
+    y: Annotated[jax.Array, "f[num_rows, width]"] | None,
+    scale: Annotated[jax.Array, "f[width]"] | None = None,
+    bias: Annotated[jax.Array, "f[width]"] | None = None,
     *,
     kind: NormKind,
     eps: float,
@@ -50,7 +50,7 @@ def add_and_norm(
     backend: str = "auto",
     block: RowBlock | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Annotated[jax.Array, "f32[num_rows, width]"], Annotated[jax.Array, "f[num_rows, width]"]]:
     """Return `x + y` and its norm over the last dimension, times scale, plus bias; all in float32.
 
     The result of a row depends on that row alone. All back ends use the derivative of the XLA form.

@@ -7,6 +7,7 @@ Does not know: the limits of a back end (`backends` does), or how it works.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,17 @@ from pallas_kernels.ring_decode.xla import xla_ring_decode
 
 
 def ring_decode_attention(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    place: jax.Array,
-    num_columns: jax.Array,
+    q: Annotated[jax.Array, "f[B, num_q_heads, head_dim]"],
+    keys: Annotated[jax.Array, "f[B, num_kv_heads, L, head_dim]"],
+    values: Annotated[jax.Array, "f[B, num_kv_heads, L, head_dim]"],
+    place: Annotated[jax.Array, "i32[]"],
+    num_columns: Annotated[jax.Array, "i32[B]"],
     *,
     sm_scale: float,
     backend: str = "auto",
     block: DecodeBlock | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Annotated[jax.Array, "f[B, num_q_heads, head_dim]"]:
     """Return the attention of one query per row over the row's contiguous columns, which end at the newest.
 
     Row b sees the columns at places (place - num_columns[b], place], modulo the ring's length. Other columns

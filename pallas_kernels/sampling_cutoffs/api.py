@@ -9,6 +9,8 @@ these, top-p keeps the largest ones, as few as have the fraction p of their tota
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 
@@ -31,14 +33,14 @@ def choose_backend(device: jax.Device) -> str:
 
 
 def cutoffs(
-    keys: jax.Array,
-    masses: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
+    keys: Annotated[jax.Array, "u32[S, V]"],
+    masses: Annotated[jax.Array, "u32[S, V]"],
+    top_k: Annotated[jax.Array, "i32[S]"],
+    top_p: Annotated[jax.Array, "f32[S]"],
     *,
     backend: str = "xla",
     interpret: bool = False,
-) -> jax.Array:
+) -> Annotated[jax.Array, "u32[S]"]:
     """Return the smallest key per row that both top-k and top-p keep; 0 for a row that keeps every key.
 
     All back ends return the same bits.
