@@ -227,6 +227,7 @@ def check_history(small: SmallEngine, conversation_id: str) -> None:
     _, harness = small
     history: tuple[int, ...] = ()
     for turn in harness.store.load(conversation_id).turns:
+        history = history[: turn.keep]
         facts = TurnFacts(history, turn.prompt_token_ids, PARAMS, 0, harness.max_context_tokens)
         is_whole = turn.finish_reason != CUT_FINISH_REASON
         if is_whole:
