@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 _MAX_IDS: Final = 64
 """Number of ids of one list within which both must meet again; real ones meet within a few."""
-_INCOMPLETE: Final = "\ufffd"  # what decoders write for a character of which bytes are missing
+_INCOMPLETE: Final = "\ufffd"  # what decoders write for a character that lacks bytes
 
 
 class SharedText(NamedTuple):
