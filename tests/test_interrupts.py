@@ -227,10 +227,8 @@ def check_history(small: SmallEngine, conversation_id: str) -> None:
     _, harness = small
     history: tuple[int, ...] = ()
     for turn in harness.store.load(conversation_id).turns:
-        history, replaced = history[: turn.keep], history[len(history) if turn.keep is None else turn.keep :]
-        facts = TurnFacts(
-            history, turn.prompt_token_ids, PARAMS, 0, harness.max_context_tokens, replaced=replaced
-        )
+        history = history[: turn.keep]
+        facts = TurnFacts(history, turn.prompt_token_ids, PARAMS, 0, harness.max_context_tokens)
         is_whole = turn.finish_reason != CUT_FINISH_REASON
         if is_whole:
             facts.check_end(turn.output_token_ids, turn.finish_reason, harness.bench.eos_token_ids)

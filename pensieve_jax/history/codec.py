@@ -130,7 +130,7 @@ def unpack_turn(row: TurnRow, num_tokens_before: int, conversation_id: str = "")
 
 
 def kept_before(row: TurnRow, num_tokens_before: int) -> int | None:
-    """Return the number of earlier tokens that a turn keeps; None for all `num_tokens_before`.
+    """Return the number of earlier tokens that a turn keeps, or None if it keeps all `num_tokens_before`.
 
     It is more than all of them in a damaged path only, which its length then shows.
     """

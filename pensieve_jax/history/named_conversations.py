@@ -127,7 +127,7 @@ def head(connection: Connection, conversation_id: str) -> str | None:
 def append(connection: Connection, conversation_id: str, row: TurnRow, keep: int | None, field: str) -> None:
     """Add a turn at the end of a conversation. A turn with an id must continue the current head.
 
-    It follows the first `keep` tokens of the conversation; None for all of them.
+    It follows the first `keep` tokens of the conversation, or all of them for None.
     Raises ConversationChangedError if it continues another turn, and InvalidRequestError unless a turn
     without an id has the next number.
     """

@@ -66,8 +66,8 @@ def insert(connection: Connection, row: TurnRow) -> None:
 def insert_placed(connection: Connection, row: TurnRow, keep: int | None, field: str) -> None:
     """Add a turn, whose row counts only its own tokens, after the parent that it names.
 
-    It follows the first `keep` tokens of the parent's path; None for all of them. Raises UnknownTurnError for
-    a parent that does not exist. Raises InvalidRequestError for a `turn_index` that does not follow the
+    It follows the first `keep` tokens of the parent's path, or all of them for None. Raises UnknownTurnError
+    for a parent that does not exist. Raises InvalidRequestError for a `turn_index` that does not follow the
     parent's, a `keep` that is not below the length of its path, or an id that is taken.
     """
     if row.parent_id is None:

@@ -9,8 +9,8 @@ stay as far as they spell the beginning of that text, and the rest is the turn's
 only append to a conversation. One that writes earlier messages differently, for example a reply without its
 reasoning, replaces the end of the conversation from there on.
 
-- Sampled ids stay where their text is what the template writes, even if the tokenizer would divide it
-  differently. Other ids are replaced: a stop string, white space that the template trims, another end marker.
+- Sampled ids stay where their text is what the template writes, even if the tokenizer would divide the text
+  differently. A stop string, or white space that the template trims, is replaced.
 - A template that writes no beginning-of-sequence token gets none.
 - The current date counts: a template that writes it begins anew on the next day.
 - Messages that several conversations share as their beginning have a rendering of their own, without a

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pensieve_jax.text import ChatFormat, EarlierTurn, Tokenizer
+from pensieve_jax.text import ChatFormat, Message, Tokenizer
 from pensieve_lab.chat_training.data import Conversation, Exchange
 
 _MAX_EXCHANGES = 2**18  # cache size; exchanges of recorded dialogues are reused many times
@@ -54,13 +54,11 @@ class ConversationEncoder:
         Raises ChatTemplateError or TokenizerMissingError.
         """
         assert tokenizer.eos_id is not None
-        self._tokenizer, self._end_id, self._user_weight = tokenizer, tokenizer.eos_id, user_weight
+        self._tokenizer, self._user_weight = tokenizer, user_weight
         self._format = ChatFormat(tokenizer)
         [self._mark] = self._encode_text(".")
-        message = {"role": "user", "content": "."}
-        reply_ids = (self._mark, self._end_id)
-        self._context = [*self._format.token_ids([message]), *reply_ids]
-        self._before = EarlierTurn((message,), ".", reply_ids, len(self._context))
+        first, *_ = self._behind_reply([_message("user")])
+        self._end_id = first if first in tokenizer.special_ids else tokenizer.eos_id
         self._frame = functools.cache(self._make_frame)
         self._later_exchange = functools.lru_cache(_MAX_EXCHANGES)(self._encode_exchange)
         self._text_ids = functools.lru_cache(_MAX_TEXTS)(self._encode_text)
@@ -94,19 +92,32 @@ class ConversationEncoder:
 
     def _make_frame(self, is_first: bool, system: str | None) -> tuple[list[int], list[int]]:
         """Return the ids that the template writes before and after a user's message."""
-        messages = [{"role": "user", "content": "."}]
+        messages = [_message("user")]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         if is_first:
             token_ids = self._format.token_ids(messages)
         else:
-            keep, token_ids = self._format.turn_prompt([self._before], self._context, messages)
-            assert keep == len(self._context), "the template of the chat model appends only"
+            token_ids = self._behind_reply(messages)
+            if token_ids[0] == self._end_id:
+                del token_ids[0]
         end = len(token_ids) - token_ids[::-1].index(self._mark)
         return token_ids[: end - 1], token_ids[end:]
 
+    def _behind_reply(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids that the template writes for messages after a reply, with the end of the reply."""
+        prompt = self._format.token_ids([_message("user")])
+        token_ids = self._format.token_ids([_message("user"), _message("assistant"), *messages])
+        pairs = enumerate(zip(prompt, token_ids, strict=False))
+        num_same = next((i for i, (one, other) in pairs if one != other), len(prompt))
+        return token_ids[token_ids.index(self._mark, num_same) + 1 :]
+
     def _encode_text(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_bos=False)
+
+
+def _message(role: str) -> Message:
+    return {"role": role, "content": "."}
 
 
 class Rows:
