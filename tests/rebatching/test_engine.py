@@ -211,6 +211,23 @@ def test_a_failing_observer_has_no_effect_on_queries(llm, monkeypatch):
     assert query.result().token_ids == expected
 
 
+def test_a_call_that_fails_leaves_no_query_behind(llm, monkeypatch):
+    def raises() -> None:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", raises)
+        with pytest.raises(RuntimeError, match="planted"):
+            llm.generate([[5, 6, 7], [8]], GREEDY)
+    assert not llm.engine.has_unfinished
+
+
+def test_a_query_without_a_priority_has_that_of_generate(llm):
+    query = llm.engine.submit([5, 6, 7], GREEDY)
+    llm.engine.cancel(query)
+    assert query.priority == 0
+
+
 def test_each_program_is_reported_as_it_is_compiled(llm, monkeypatch):
     """The report has its number and name; nothing is compiled here."""
     runner, calls = llm.engine._runner, []

@@ -5,11 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
 from model_defs import CheckpointError, UnsupportedModelError, load_model, make_mesh
 from model_defs.parameters import named_parameters
 from model_defs.recurrent import LSTM, Mamba, Seq2Seq, TreeLSTM
+from model_defs.recurrent.model import _digest
 from tests.models.recurrent.literal import golden, random_weights, tree_shapes
 
 MODELS = {
@@ -67,6 +69,13 @@ def test_a_save_of_another_kind_is_refused(tmp_path):
     shutil.rmtree(tmp_path / "model" / "params")
     with pytest.raises(CheckpointError, match="is missing"):
         LSTM.load(tmp_path / "model")
+
+
+def test_values_under_other_names_are_another_model():
+    """The digest that is saved with weights covers names, too."""
+    (_, parameter), *_ = named_parameters(LSTM.random(hidden_size=8, vocab_size=12))
+    assert _digest(nnx.Dict(one=parameter)) == _digest(nnx.Dict(one=parameter))
+    assert _digest(nnx.Dict(one=parameter)) != _digest(nnx.Dict(other=parameter))
 
 
 def test_invalid_sizes_are_refused():

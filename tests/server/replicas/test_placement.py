@@ -198,3 +198,10 @@ def test_a_replicas_limits_come_from_its_model_and_its_answers():
     assert speeds.token_s > speeds.context_token_s > 0 and speeds.step_s > 0
     stats = {"num_turns_finished": 4, "output_tokens": 40}
     assert (speeds.output_tokens, speeds_of(INFO, stats).output_tokens) == (200, 10)
+
+
+def test_a_replica_without_memory_has_room_for_a_token():
+    """Shares are divided by the capacity."""
+    cache = INFO.description["cache"] | {"gpu_tokens": 0}
+    empty = dataclasses.replace(INFO, description=INFO.description | {"cache": cache})
+    assert speeds_of(empty, {}).capacity_tokens == 1
