@@ -270,6 +270,14 @@ def test_invalid_replays_are_refused(post, query, param):
     assert (status, body["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("number", ["-1", "x", "1000000000"])
+def test_the_limits_of_the_number_to_start_after_are_named(post, number):
+    _, response, _ = post("/responses", {"input": "hi"})
+    _, body, _ = post(f"/responses/{response['id']}?stream=true&starting_after={number}", None, "GET")
+    words = f"starting_after is {number!r}, but must be an integer from 0 to 999999999."
+    assert body["error"]["message"] == words
+
+
 def test_too_many_items_in_a_request_are_refused(post):
     items = [{"role": "user", "content": "x"}] * 21
     _, conversation, _ = post("/conversations", {})
