@@ -410,6 +410,8 @@ WORDS = [
         {"input": "hi", "tool_choice": "required"},
         'tool_choice is not supported by this server; leave it out, or set it to "auto" or "none".',
     ),
+    ({"input": "hi", "stop": ["x"]}, "stop is not a field of this route. Use /v1/chat/completions."),
+    ({"input": "hi", "n": 2}, "n is not a field of this route. Use /v1/chat/completions."),
     (
         {"input": "x" * 5000, "max_output_tokens": 1},
         "Send less, start a new conversation, or continue from an earlier turn.",
@@ -442,7 +444,7 @@ MISPLACED = [
     ("/responses", {"input": "hi"}, "max_completion_tokens", 5, "max_output_tokens"),
     ("/responses", {}, "messages", [{"role": "user", "content": "hi"}], "input"),
     ("/responses/input_tokens", {}, "messages", [{"role": "user", "content": "hi"}], "input"),
-    ("/responses", {"input": "hi"}, "ignore_eos", True, "not supported"),
+    ("/responses", {"input": "hi"}, "ignore_eos", True, "chat/completions"),
     ("/responses", {"input": "hi"}, "response_format", {"type": "json_object"}, "not supported"),
 ]
 
