@@ -238,17 +238,19 @@ class ChatTemplateError(PensieveError):
     Attributes:
       problem: what is wrong.
       hint: what to change.
+      refuses_all: whether the template is missing or broken, so that other messages would not help.
     """
 
-    def __init__(self, problem: str, hint: str = "") -> None:
+    def __init__(self, problem: str, hint: str = "", refuses_all: bool = False) -> None:
         """Build the message from `problem` and `hint`, both without a full stop."""
         self.problem = problem
         self.hint = hint
+        self.refuses_all = refuses_all
         super().__init__(f"{problem}; {hint}." if hint else f"{problem}.")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the constructor's arguments, since `args` only holds the message."""
-        return type(self), (self.problem, self.hint)
+        return type(self), (self.problem, self.hint, self.refuses_all)
 
 
 class HistoryError(PensieveError):

@@ -7,6 +7,7 @@ Does not know: sockets, processes or signals, or what a route does.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
@@ -37,6 +38,7 @@ from pensieve_jax.text.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
+_log = logging.getLogger(__name__)
 MODULES = (chat, completions, operations, cache_view, page)
 ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 
@@ -119,5 +121,6 @@ def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
     """Return None if the model has no usable chat format; requests with messages then get the reason."""
     try:
         return ChatFormat(tokenizer)
-    except (TokenizerMissingError, ChatTemplateError):
+    except (TokenizerMissingError, ChatTemplateError) as error:
+        _log.warning("requests with messages are refused: %s", error)
         return None

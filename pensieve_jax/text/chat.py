@@ -79,6 +79,7 @@ class ChatFormat:
                 "The tokenizer has no chat template, so chat does not know how messages are formatted for "
                 "this model",
                 "add chat_template.jinja to the model directory, or send text with generate",
+                refuses_all=True,
             )
         self._tokenizer = tokenizer
         self._now = now

@@ -52,8 +52,9 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(
-                f"The chat template is not valid Jinja ({error})",
+                f"The chat template is not valid Jinja ({str(error).rstrip('.')})",
                 "correct chat_template in the model directory",
+                refuses_all=True,
             ) from error
 
     def render(self, messages: Sequence[Message], now: datetime, *, generation_prompt: bool) -> str:

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
+
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.server.app import make_application
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.text import byte_tokenizer
 from tests.server.fakes import Open, say
 from tests.server.stored_engine import StoredEngine
 
@@ -22,6 +25,30 @@ def test_the_front_end_does_not_import_jax():
         "import pensieve_jax.server.app, pensieve_jax.server.main\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"chat_template.jinja": "{% if %}"}, "The chat template is not valid Jinja (Expected an expression"),
+        ({}, "The tokenizer has no chat template"),
+        (None, "The model has no tokenizer"),
+    ],
+    ids=["broken", "missing", "no tokenizer"],
+)
+def test_a_start_says_that_messages_will_be_refused(tmp_path, caplog, files, reason):
+    if files is not None:
+        byte_tokenizer()._backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+    path = tmp_path / "history.sqlite"
+    engine = StoredEngine(path, VirtualClock(1_000_000.0), say("hello there"))
+    engine.info = replace(engine.info, source=str(tmp_path), history=str(path))
+    make_application(engine, ServerSettings(), ApiKeys(None))
+    engine.store.close()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"requests with messages are refused: {reason}")
 
 
 def test_the_application_that_chooses_among_engines_names_new_roots(tmp_path):

@@ -1,6 +1,7 @@
 """The context of a turn is what the template writes for the whole conversation, in the ids as sampled."""
 
 import functools
+import pickle
 from datetime import datetime
 
 import pytest
@@ -315,17 +316,18 @@ def test_templates_run_as_written_for_transformers():
     ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ none + 'a' }}"],
 )
 def test_templates_that_fail_or_reach_out_are_errors(template):
-    with pytest.raises(ChatTemplateError, match="cannot render these messages"):
+    with pytest.raises(ChatTemplateError, match="cannot render these messages") as caught:
         ChatFormat(with_template(template)).token_ids([user("a")])
+    assert not caught.value.refuses_all
 
 
 def test_missing_parts_are_named():
     with pytest.raises(TokenizerMissingError):
         ChatFormat(None)
-    with pytest.raises(ChatTemplateError, match="no chat template"):
-        ChatFormat(with_template(None))
-    with pytest.raises(ChatTemplateError, match="not valid Jinja"):
-        ChatFormat(with_template("{% if %}"))
+    for template, words in ((None, "no chat template"), ("{% if %}", "not valid Jinja")):
+        with pytest.raises(ChatTemplateError, match=words) as caught:
+            ChatFormat(with_template(template))
+        assert caught.value.refuses_all and pickle.loads(pickle.dumps(caught.value)).refuses_all
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ class Body(msgspec.Struct):
           for no effect and are accepted; None is always accepted.
         IGNORED: fields of OpenAI's API that are accepted and change nothing by design, such as labels.
         MISPLACED: fields that belong to other routes, each with a hint that names the right route or field.
-          Values that ask for nothing, such as False, are accepted.
+          Values that ask for nothing, such as False, are accepted; if a field is in UNSUPPORTED too, the
+          values there.
         OPTIONAL_OFFERS: fields of UNSUPPORTED that offer the model options it need not use, such as tools.
           A server setting can have them ignored.
     """
@@ -149,6 +150,8 @@ def _check_fields(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> N
             elif name in body.UNSUPPORTED:
                 taken = body.UNSUPPORTED[name]
                 if inner is not None and not _is_one_of(inner, taken):
+                    if name in body.MISPLACED:
+                        raise misplaced(path, body.MISPLACED[name])
                     raise unsupported(path, _OFFER if name in body.OPTIONAL_OFFERS else "", taken)
             elif name in body.MISPLACED and not _is_one_of(inner, _NOTHING):
                 raise misplaced(path, body.MISPLACED[name])

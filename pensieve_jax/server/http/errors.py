@@ -209,7 +209,8 @@ def _as_sentence(error: BaseException) -> str:
             )
             return f"The history cannot be reached at the moment. {outcome}"
         case ChatTemplateError():
-            return f"{error.problem}; change the messages, or send text to /v1/completions."
+            other_messages = "" if error.refuses_all else "change the messages, or "
+            return f"{error.problem}; {other_messages}send text to /v1/completions."
         case _:
             return message
 

@@ -170,6 +170,14 @@ def test_every_error_has_one_shape(error, status, code, param):
     assert headers.get("x-should-retry") == ("false" if code in NOT_RETRIED else None)
 
 
+@pytest.mark.parametrize("refuses_all", [False, True])
+def test_clients_are_told_to_change_messages_only_where_that_helps(refuses_all):
+    error = core.ChatTemplateError("no", "edit the model directory", refuses_all=refuses_all)
+    _, _, raw = run(ask(Harness([raising(error)]), "GET", "/raise"))
+    message = json.loads(raw)["error"]["message"]
+    assert message == f"no; {'' if refuses_all else 'change the messages, or '}send text to /v1/completions."
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [

@@ -135,5 +135,6 @@ def _starting_after(given: str | None) -> int:
     if given is None:
         return -1
     if not (given.isascii() and given.isdecimal() and len(given) < 10):
-        raise invalid_value("starting_after", f"starting_after is {given[:20]!r}, but must be a number.")
+        limit = "an integer from 0 to 999999999"
+        raise invalid_value("starting_after", f"starting_after is {given[:20]!r}, but must be {limit}.")
     return int(given)

@@ -117,6 +117,7 @@ class CreateResponse(ContextFields, kw_only=True):
         **ContextFields.MISPLACED,
         **{name: "Use max_output_tokens." for name, ours in MISSPELLED.items() if ours == "max_tokens"},
         **{name: "Use seed." for name, ours in MISSPELLED.items() if ours == "seed"},
+        **dict.fromkeys((*refused_fields(RESPONSES), "n"), "Use /v1/chat/completions."),
         "max_tokens": "Use max_output_tokens.",
         "max_completion_tokens": "Use max_output_tokens.",
         "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',

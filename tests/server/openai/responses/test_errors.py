@@ -270,6 +270,14 @@ def test_invalid_replays_are_refused(post, query, param):
     assert (status, body["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("number", ["-1", "x", "1000000000"])
+def test_the_limits_of_the_number_to_start_after_are_named(post, number):
+    _, response, _ = post("/responses", {"input": "hi"})
+    _, body, _ = post(f"/responses/{response['id']}?stream=true&starting_after={number}", None, "GET")
+    words = f"starting_after is {number!r}, but must be an integer from 0 to 999999999."
+    assert body["error"]["message"] == words
+
+
 def test_too_many_items_in_a_request_are_refused(post):
     items = [{"role": "user", "content": "x"}] * 21
     _, conversation, _ = post("/conversations", {})
@@ -402,6 +410,8 @@ WORDS = [
         {"input": "hi", "tool_choice": "required"},
         'tool_choice is not supported by this server; leave it out, or set it to "auto" or "none".',
     ),
+    ({"input": "hi", "stop": ["x"]}, "stop is not a field of this route. Use /v1/chat/completions."),
+    ({"input": "hi", "n": 2}, "n is not a field of this route. Use /v1/chat/completions."),
     (
         {"input": "x" * 5000, "max_output_tokens": 1},
         "Send less, start a new conversation, or continue from an earlier turn.",
@@ -434,7 +444,7 @@ MISPLACED = [
     ("/responses", {"input": "hi"}, "max_completion_tokens", 5, "max_output_tokens"),
     ("/responses", {}, "messages", [{"role": "user", "content": "hi"}], "input"),
     ("/responses/input_tokens", {}, "messages", [{"role": "user", "content": "hi"}], "input"),
-    ("/responses", {"input": "hi"}, "ignore_eos", True, "not supported"),
+    ("/responses", {"input": "hi"}, "ignore_eos", True, "chat/completions"),
     ("/responses", {"input": "hi"}, "response_format", {"type": "json_object"}, "not supported"),
 ]
 
