@@ -170,7 +170,7 @@ class LLM:
           prefix: result of `share_prefix` for the messages before these; for first turns only. A prefix of
             text or ids must be what the template writes first for these messages.
 
-        Raises ChatTemplateError if the model has no template or its template cannot be continued,
+        Raises ChatTemplateError if the model has no template or its template refuses the conversation,
         InvalidRequestError for messages that the conversation has already, and the errors of `generate`.
         """
         self.engine.expire_idle()

@@ -3,10 +3,9 @@
 Owns the family's config.json, weight map and presets. A model with a sliding window is served with a
 context that the window covers, so that it hides no token; a longer one is rejected. If config.json does not
 mention it, the window is 4,096, as in transformers: this is Mistral's first version, and later versions have
-null. The chat templates
-write `[INST]` around a user's message and an end-of-sequence token after a reply. They can continue a
-conversation unchanged, unless it has a system message: later versions move that to the last user message, so
-`LLM.chat` rejects the second turn.
+null. The chat templates write `[INST]` around a user's message and an end-of-sequence token after a reply.
+They continue a conversation unchanged, unless it has a system message. Later versions move that to the last
+user message, so each turn computes the context again from where it stood.
 """
 
 from typing import Any

@@ -3,8 +3,8 @@
 Owns this layer, and the family's config.json, weight map and presets. `head_dim` is a separate option: heads
 times `head_dim` need not equal the hidden size. A window that some layers have limits the context that can be
 served; see `window_of_some_layers`. The official chat template removes the reasoning of a reply when a later
-question follows, and puts empty reasoning before a reply without any. So earlier turns change, and `LLM.chat`
-rejects the second turn. A template that leaves replies unchanged works.
+question follows, and puts empty reasoning before a reply without any. So a turn replaces the end of the
+earlier tokens, and computes it again.
 """
 
 from typing import Any

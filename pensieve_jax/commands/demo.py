@@ -96,16 +96,17 @@ def serve(llm: LLM) -> list[DemoTurn]:
     for index in range(num_rounds):
         texts = [CONVERSATIONS[name].messages[index] for name in names]
         messages = [[*([] if index else [system]), {"role": "user", "content": text}] for text in texts]
-        histories = [tuple(llm.history(name).token_ids.tolist()) if index else () for name in names]
-        prompts = []
-        for name, one, history in zip(names, messages, histories, strict=True):
+        prompts: list[list[int]] = []
+        histories: list[tuple[int, ...]] = []
+        for name, one in zip(names, messages, strict=True):
+            history = tuple(llm.history(name).token_ids.tolist()) if index else ()
             keep, ids = template.turn_prompt(earlier[name], history, one)
-            assert keep == len(history), "the template of the chat model appends only"
+            histories.append(history[:keep])
             prompts.append(ids)
         shared = [] if index else common_beginning(prompts)
         tiers = [tuple(chunk.tier for chunk in llm.explain(name).chunks) if index else () for name in names]
-        outputs = llm.generate(
-            [ids[len(shared) :] for ids in prompts],
+        outputs = llm.chat(
+            messages,
             params,
             conversation_ids=names,
             prefix=llm.share_prefix(shared) if shared else None,

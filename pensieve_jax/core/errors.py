@@ -233,7 +233,7 @@ class TokenizerMissingError(PensieveError):
 
 
 class ChatTemplateError(PensieveError):
-    """A missing chat template, or one that cannot continue this conversation.
+    """A missing or broken chat template, or one that refuses these messages.
 
     Attributes:
       problem: what is wrong.

@@ -134,6 +134,9 @@ class BranchTable:
         on.
         """
         num_kept = len(place.token_ids) if keep is None else keep
+        if place.branch is not None:  # an earlier turn of the same call may replace the end of its tokens
+            num_known = place.branch.conversation.num_history_tokens
+            place = place._replace(num_shared=min(place.num_shared, num_known))
         branch, origin = self._begin(node, place, prompt, twin, num_kept)
         self._running.add(node.turn_id)
         return branch, origin

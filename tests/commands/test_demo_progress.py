@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from pensieve_jax.commands import demo, demo_screen
+from pensieve_jax.text import ChatFormat, EarlierTurn
+from pensieve_jax.text.loading import byte_tokenizer
 
 
 class _Terminal(io.StringIO):
@@ -66,3 +68,44 @@ def test_seconds_beside_other_work_are_said_to_be_worth_little(load: float, is_b
     last = demo_screen.savings(served, served, load=load, num_processors=2).splitlines()[-1]
     assert last.startswith("Wall time of one run each") and len(last) <= demo_screen.COLUMNS
     assert last.endswith("compare tokens.") is is_busy
+
+
+class _ChatModel:
+    """Answers each turn with a space, which its template does not write again."""
+
+    def __init__(self) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.tokenizer.chat_template = str(self.tokenizer.chat_template).replace(
+            "message.content", "message.content | trim"
+        )
+        self.contexts: dict[str, tuple[int, ...]] = {}
+        self._turns: dict[str, list[EarlierTurn]] = {}
+
+    def history(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(token_ids=np.array(self.contexts[name]))
+
+    def explain(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(chunks=[])
+
+    def share_prefix(self, token_ids: list[int]) -> None: ...
+
+    def chat(
+        self, messages: Any, params: Any, *, conversation_ids: list[str], prefix: None
+    ) -> list[SimpleNamespace]:
+        reply = (ord(" "), 261)
+        for name, new in zip(conversation_ids, messages, strict=True):
+            before, turns = self.contexts.get(name, ()), self._turns.setdefault(name, [])
+            keep, prompt = ChatFormat(self.tokenizer).turn_prompt(turns, before, new)
+            self.contexts[name] = (*before[:keep], *prompt, *reply)
+            turns.append(EarlierTurn(new, " ", reply, len(self.contexts[name])))
+        return [SimpleNamespace(text=" ", token_ids=reply, seed=0) for _ in conversation_ids]
+
+
+def test_a_template_that_rewrites_replies_is_demonstrated_too() -> None:
+    model: Any = _ChatModel()
+    served = demo.serve(model)
+    last = {turn.conversation_id: turn for turn in served}
+    assert len(served) > len(last)
+    for name, turn in last.items():
+        context = (*turn.history_ids, *turn.prompt_ids, *turn.output.token_ids)
+        assert context == model.contexts[name], "the dense model replays what was served"

@@ -14,7 +14,7 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.turn import Turn
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
-from tests.engine.trees import Forest
+from tests.engine.trees import Forest, Sent
 
 CHUNK = 16
 
@@ -281,3 +281,47 @@ def test_a_replacing_turn_names_what_the_path_has() -> None:
     root = TurnNode(turn_id=new_turn_id(), owner="ann")
     with pytest.raises(InvalidRequestError, match="keep is 1"):
         trees.engine.submit([TurnSpec([1], SamplingParams(), node=root, keep=1)])
+
+
+def test_turns_of_one_call_replace_different_parts_of_one_path() -> None:
+    """The later ones share what the first one has left, and not the prompt that its choices share."""
+    trees = forest()
+    first = trees.turn(prompt=40)
+    sent = []
+    for keep, prompt, seed in ((20, 50, 1), (20, 50, 1), (None, 30, 2), (40, 30, 2)):
+        facts = trees.facts(first, trees.harness.prompt(prompt, seed), seed, keep=keep)
+        sent.append((TurnNode(turn_id=new_turn_id(first), parent_id=first, owner="ann"), facts, keep))
+    turns = trees.harness.submit_all(
+        [TurnSpec(facts.prompt, facts.params, node=node, keep=keep) for node, facts, keep in sent]
+    )
+    trees.settle(*(Sent(turn, node, facts) for turn, (node, facts, _) in zip(turns, sent, strict=True)))
+    assert [turn.origin for turn in turns] == [
+        TurnOrigin("extended", 20),
+        TurnOrigin("forked", 69),
+        TurnOrigin("forked", 20),
+        TurnOrigin("forked", 32),  # the third turn's branch has the tokens of these chunks
+    ]
+    trees.harness.forget_branches()
+    trees.harness.check_empty()
+
+
+@pytest.mark.parametrize("keep", [0, 9, 16, 20, 33, 47])
+@pytest.mark.parametrize("keep_again", [5, 20, 40])
+def test_a_deleted_turn_gives_back_what_it_had_replaced(keep: int, keep_again: int) -> None:
+    trees = forest()
+    first = trees.turn(prompt=40, is_response=True)
+    second = trees.turn(first, 30, keep=keep, is_response=True)
+    third = trees.turn(second, 20, keep=min(keep_again, len(trees.tokens[second]) - 1), is_response=True)
+    trees.delete(third)
+    (other,) = trees.send(second, 10, seed=4)
+    assert other.turn.origin is not None and other.turn.origin.kind == "extended"
+    trees.engine.cancel(other.turn)
+    trees.delete(second)
+    (again,) = trees.send(first, 10, seed=5)
+    assert again.turn.origin == TurnOrigin("extended", 48)
+    trees.settle(again)
+    (replacing_again,) = trees.send(first, 10, seed=6, keep=30)
+    trees.settle(replacing_again)
+    trees.turn(again.node.turn_id, 5)
+    trees.harness.forget_branches()
+    trees.harness.check_empty()

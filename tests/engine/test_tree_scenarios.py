@@ -11,17 +11,18 @@ from tests.cache.fork_scenarios import run_fork_scenario
 from tests.engine.fork_mutations import FORK_MUTATIONS
 from tests.engine.tree_scenarios import run_tree_scenario
 
-SOME = range(16)  # `tests.search_schedules` runs others
+SOME = range(32, 48)  # `tests.search_schedules` runs others
 LEAST = {  # in a thousand
     "turns": 10_000,
     "found": 100_000,  # tokens
     "computed": 100_000,
     "extended": 1500,
     "forked": 5000,
-    "loaded": 300,
+    "loaded": 250,
     "chunks": 500,
     "new": 5000,
     "forgotten": 100,
+    "removed": 1000,
 }
 
 

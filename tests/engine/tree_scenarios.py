@@ -46,7 +46,7 @@ from tests.engine.scenarios import (
 from tests.engine.trees import Forest, Sent
 
 MAX_TOKENS = 400  # per context
-CALM = ("send", "send", "send", "step", "step", "step", "step", "cancel", "think", "look")
+CALM = ("send", "send", "send", "step", "step", "step", "step", "cancel", "delete", "think", "look")
 OPS = (*CALM * 3, "push_out", "forget_state", "sweep", "expire", "drop", "fail", "interrupt", "restart")
 
 
@@ -67,6 +67,7 @@ class TreeScenario:
         self.running: list[Sent] = []
         self.tokens: dict[str, tuple[int, ...]] = {}
         self.sent: dict[str, Sent] = {}  # by answered turn
+        self.deleted: set[str] = set()  # turns whose response was deleted
         self.num_sent = 0
         self.totals: Counter[str] = Counter()
         self.open()
@@ -113,6 +114,7 @@ class TreeScenario:
             "number": choose.pick((1, 1, 1, 2, 3)),
             "owner": owner,
             "durable": durable,
+            "is_response": durable,
             "max_tokens": choose.pick((1, 4, 12, 40)),
             "temperature": choose.pick((0.0, 1.0)),
             "keep": None,
@@ -233,6 +235,21 @@ class TreeScenario:
             sent = self.running.pop(self.choose.integer(0, len(self.running) - 1))
             self.engine.cancel(sent.turn)
             self.harness.bench.check_tokens(sent.facts, sent.turn.output.token_ids, whole=False)
+
+    def _delete(self) -> None:
+        """Delete the response of a turn; turns that only it needed are known no more."""
+        responses = [
+            one for one in self.sent.values() if one.node.attachment and one.node.turn_id not in self.deleted
+        ]
+        if not responses:
+            return
+        node = self.choose.pick(responses).node
+        self.trees.delete(node.turn_id, node.owner)
+        self.deleted.add(node.turn_id)
+        for turn_id, sent in list(self.sent.items()):
+            if sent.node.durable and not self.harness.store.has_turn(sent.node.owner, turn_id):
+                del self.sent[turn_id]
+                self.totals["removed"] += 1
 
     def _think(self) -> None:
         self.clock.advance(self.choose.integer(0, 40) ** 2 / 10)

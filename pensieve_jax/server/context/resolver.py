@@ -119,7 +119,6 @@ class ResolvedContext:
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=output.token_ids,
             output_text=output.text,
-            finish_reason=output.finish_reason,
             durable=self.node.durable,
         )
         self.index.add(turn, self.epoch)

@@ -38,7 +38,7 @@ class PastTurn:
       messages: its request messages as they were rendered; None for a turn of text or token ids.
       prompt_token_ids, output_token_ids: its own token ids, four bytes each. They follow the first tokens of
         its parent's path, as many as `num_tokens` has more.
-      output_text, finish_reason: text of its reply, and why it ended.
+      output_text: text of its reply; None without a tokenizer.
       durable: whether the history has it.
       chain: the chain up to and including its reply.
       num_bytes: estimated memory use. It is computed once, because Python strings can grow when they are read
@@ -54,7 +54,6 @@ class PastTurn:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     output_text: str | None
-    finish_reason: str
     durable: bool
     chain: bytes = field(init=False)
     num_bytes: int = field(init=False)
@@ -239,6 +238,5 @@ def _past(owner: str, view: TurnView) -> PastTurn:
         prompt_token_ids=view.prompt_token_ids,
         output_token_ids=view.output_token_ids,
         output_text=view.output_text,
-        finish_reason=view.finish_reason,
         durable=True,
     )

@@ -184,8 +184,8 @@ class RetryingSubmission:
                     reply.fail(died)
             elif reply.spec.params.logprobs is not None:
                 sentence = (
-                    "The replica died after it had committed this turn, so the log-probabilities are lost. "
-                    "The reply is stored."
+                    "The replica died after it had committed this turn, and before it had sent the reply. "
+                    "Retrieve the stored response, which has its log-probabilities."
                 )
                 reply.fail(EngineDiedError(sentence))
             else:

@@ -137,7 +137,6 @@ def test_the_index_counts_about_as_many_bytes_as_it_uses():
                     prompt_token_ids=range(30),
                     output_token_ids=range(20),
                     output_text="\U0001f600" * 3000,
-                    finish_reason="stop",
                     durable=True,
                 )
             )

@@ -11,9 +11,8 @@ from tests.server.context.no_turns import NoTurns
 
 def past(turn_id: str, parent_id: str | None = None, *, owner: str = "ann", text: str = "fine", **fields):
     """Return a turn whose chain depends on its text alone."""
-    known = {"before": b"before", "num_tokens": 10, "messages": None, "output_token_ids": [1, 2]}
-    known["prompt_token_ids"] = [3]
-    known |= {"finish_reason": "stop", "durable": True}
+    known = {"before": b"before", "num_tokens": 10, "messages": None, "durable": True}
+    known |= {"prompt_token_ids": [3], "output_token_ids": [1, 2]}
     return PastTurn(turn_id=turn_id, parent_id=parent_id, owner=owner, output_text=text, **(known | fields))
 
 
