@@ -18,7 +18,7 @@ LEAST = {  # in a thousand
     "computed": 100_000,
     "extended": 1500,
     "forked": 5000,
-    "loaded": 250,
+    "loaded": 150,
     "chunks": 500,
     "new": 5000,
     "forgotten": 100,
