@@ -116,6 +116,8 @@ def _accept(
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
         connection.execute(schema.RESPONSES_BY_TREE)
         connection.execute(schema.NAMED_BY_ACTIVITY)
+        if _pragma(connection, "user_version") != schema.SCHEMA_VERSION:
+            connection.execute(f"PRAGMA user_version = {schema.SCHEMA_VERSION}")
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
@@ -155,7 +157,7 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise _DamageError(f"quick_check reports: {' '.join(findings[0].split())}")
-    if version != schema.SCHEMA_VERSION:
+    if version not in schema.READ_VERSIONS:
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which has schema version {version}, but this release reads and "
             f"writes version {schema.SCHEMA_VERSION}; use the release that wrote it or choose another path. "

@@ -23,6 +23,7 @@ _WORD: Final = re.compile("|".join(rf"\b{word}\b" for word in _TYPES))
 _TYPE_CHECK: Final = re.compile(r"typeof\(\w+\) = 'blob' AND ")
 _TABLES: Final = "SELECT count(*) FROM pg_class WHERE relnamespace = to_regnamespace(?)"
 _IS_THERE: Final = "SELECT to_regclass(?) IS NOT NULL"
+_MARK_NEWEST: Final = "UPDATE meta SET value = ? WHERE key = 'schema_version' AND value <> ?"
 _META: Final = "SELECT key, value FROM meta WHERE key IN ('fingerprint', 'mark', 'schema_version')"
 
 
@@ -38,6 +39,7 @@ def open_namespace(
     connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID, namespace))
     if _is_there(connection, namespace):
         check(connection, location, fingerprint)
+        connection.execute(_MARK_NEWEST, (str(schema.SCHEMA_VERSION),) * 2)
         return
     (num_others,) = connection.execute(_TABLES, (namespace,)).fetchone()
     if num_others:
@@ -68,7 +70,7 @@ def check(connection: Connection, location: PostgresLocation, fingerprint: str |
     if fingerprint is None:
         return
     version = int(marks["schema_version"])
-    if version != schema.SCHEMA_VERSION:
+    if version not in schema.READ_VERSIONS:
         raise HistoryMismatchError(
             f"history is {location.shown!r}, which has schema version {version}, but this release reads and "
             f"writes version {schema.SCHEMA_VERSION}; use the release that made it, or give another "

@@ -174,7 +174,7 @@ def _check(connection: Connection, shown: str, fingerprint: str) -> None:
     application_id, version = marks
     if application_id != schema.APPLICATION_ID:
         raise HistoryMismatchError(f"history is {shown!r}, which is not a history.")
-    if version != schema.SCHEMA_VERSION:
+    if version not in schema.READ_VERSIONS:
         raise HistoryMismatchError(
             f"history is {shown!r}, which has schema version {version}, but this release reads version "
             f"{schema.SCHEMA_VERSION}; use the release that wrote it."

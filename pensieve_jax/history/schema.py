@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Final
 
 APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
+READ_VERSIONS: Final = (2, SCHEMA_VERSION)
+"""Versions that are read. In version 2 no turn replaced tokens; a store marks it as 3."""
 
 META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
 

@@ -249,7 +249,7 @@ def check_tokens(history: sqlite3.Connection) -> None:
     turns = {
         row[0]: row[1:]
         for row in history.execute(
-            "SELECT t.turn_id, parent_id, prompt_ids, output_ids, seed, finish_reason, request "
+            "SELECT t.turn_id, parent_id, prompt_ids, output_ids, seed, num_tokens, request "
             "FROM turns t JOIN responses r USING (owner, turn_id)"
         )
     }
@@ -257,15 +257,20 @@ def check_tokens(history: sqlite3.Connection) -> None:
     def tokens(turn_id: str | None) -> tuple[int, ...]:
         if turn_id is None:
             return ()
-        parent, prompt, output, *_ = turns[turn_id]
-        return (*tokens(parent), *_ids(prompt), *_ids(output))
+        _, prompt, output, *_ = turns[turn_id]
+        return (*kept(turn_id), *_ids(prompt), *_ids(output))
 
-    for turn_id, (parent, prompt, output, seed, _, request) in turns.items():
+    def kept(turn_id: str) -> tuple[int, ...]:
+        """Return the tokens before a turn's own; its prompt may have replaced the end of the path."""
+        parent, prompt, output, _, num_tokens, _ = turns[turn_id]
+        return tokens(parent)[: num_tokens - len(_ids(prompt)) - len(_ids(output))]
+
+    for turn_id, (_, prompt, output, seed, _, request) in turns.items():
         asked = json.loads(request)
         params = SamplingParams(
             max_tokens=asked["max_output_tokens"], temperature=asked["temperature"], seed=seed
         )
-        facts = TurnFacts(tokens(parent), _ids(prompt), params, seed, 2000)
+        facts = TurnFacts(kept(turn_id), _ids(prompt), params, seed, 2000)
         assert tuple(FakeBench().continuation(facts)) == _ids(output), turn_id
 
 
