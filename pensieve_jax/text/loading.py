@@ -146,5 +146,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
         # There are several named templates; plain chat uses the default one.
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
     return template if isinstance(template, str) else None

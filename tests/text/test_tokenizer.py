@@ -128,6 +128,8 @@ def test_tokenizer_json_with_its_configuration(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.wants_bos) == (1, 2, True)
     assert tokenizer.chat_template == "D"
     assert tokenizer.fingerprint == ZOO["byte_fallback"].fingerprint
+    write(tmp_path, tokenizer_config__json={"chat_template": {"tool_use": "T", "default": "O"}})
+    assert load_tokenizer(tmp_path).chat_template == "O"
     write(tmp_path, chat_template__jinja="J")
     assert load_tokenizer(tmp_path).chat_template == "J"
 

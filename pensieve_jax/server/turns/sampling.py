@@ -172,6 +172,7 @@ _NOT_APPLIED: Final[Mapping[str, tuple[Any, ...]]] = {
     "stop_strings": ([],),
     "min_length": (0,),
     "min_new_tokens": (0,),
+    "max_length": (),
     "max_new_tokens": (),
     "max_time": (),
     "watermarking_config": (),

@@ -72,9 +72,9 @@ def test_sampling_defaults_come_from_the_model(tmp_path, text, expected):
     [
         ({"repetition_penalty": 1.05, "min_p": 0.1}, "repetition_penalty=1.05, min_p=0.1"),
         ({"repetition_penalty": 1.0, "min_p": 0, "num_beams": 1, "typical_p": 1.0, "stop_strings": None}, ""),
-        ({"suppress_tokens": [], "no_repeat_ngram_size": 0, "max_length": 4096, "pad_token_id": 0}, ""),
+        ({"suppress_tokens": [], "no_repeat_ngram_size": 0, "pad_token_id": 0}, ""),
         ({"no_repeat_ngram_size": 3, "suppress_tokens": [7]}, "no_repeat_ngram_size=3, suppress_tokens=[7]"),
-        ({"max_new_tokens": 512}, "max_new_tokens=512"),
+        ({"max_new_tokens": 512, "max_length": 4096}, "max_length=4096, max_new_tokens=512"),
     ],
 )
 def test_defaults_that_are_not_applied_are_named(tmp_path, caplog, values, named):

@@ -25,7 +25,7 @@ from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, Piece, ReplyPieces
+from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, ReplyPieces, TextPiece
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
@@ -263,7 +263,11 @@ class StartedStream:
 
 
 async def _reply_events(
-    events: ResponseEvents, batches: AsyncIterator[Sequence[Piece]], texts: TokenTexts, *, background: bool
+    events: ResponseEvents,
+    batches: AsyncIterator[Sequence[TextPiece]],
+    texts: TokenTexts,
+    *,
+    background: bool,
 ) -> AsyncIterator[bytes]:
     """Yield the first events, and then one event for each piece; those of a batch are sent together."""
     for data in events.begin(background=background):
@@ -277,12 +281,12 @@ async def _reply_events(
             await asyncio.sleep(0)
 
 
-async def _turn_pieces(turn: TimedTurn, pieces: ReplyPieces) -> AsyncIterator[Sequence[Piece]]:
+async def _turn_pieces(turn: TimedTurn, pieces: ReplyPieces) -> AsyncIterator[Sequence[TextPiece]]:
     async for delta in turn:
         yield list(pieces.split(delta))
 
 
-async def _batches(pieces: Iterable[Piece]) -> AsyncIterator[Sequence[Piece]]:
+async def _batches(pieces: Iterable[TextPiece]) -> AsyncIterator[Sequence[TextPiece]]:
     for batch in itertools.batched(pieces, MAX_BATCH):
         yield batch
 

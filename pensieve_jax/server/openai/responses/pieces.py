@@ -24,7 +24,7 @@ MAX_BATCH: Final = 64
 """Pieces of a finished reply that a stream makes at once; making 64 takes some milliseconds."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of a reply.
 
     Attributes:
@@ -45,7 +45,7 @@ class ReplyPieces:
         self._unread: list[int] = []  # tokens that came one at a time, so that their text was known
         self._waiting: list[TokenLogprob] = []  # of tokens without text so far
 
-    def split(self, delta: AsyncDelta) -> Iterator[Piece]:
+    def split(self, delta: AsyncDelta) -> Iterator[TextPiece]:
         """Yield the pieces of the next delta; their texts, joined, are its text."""
         text, start = delta.text, 0
         if len(delta.token_ids) > 1 and self._detokenizer is not None:
@@ -66,8 +66,8 @@ class ReplyPieces:
         if start < len(text):  # one token's text, or the rest of a reply that ends within a character
             yield self._piece(text[start:])
 
-    def _piece(self, text: str) -> Piece:
-        piece = Piece(text, tuple(self._waiting))
+    def _piece(self, text: str) -> TextPiece:
+        piece = TextPiece(text, tuple(self._waiting))
         self._waiting.clear()
         return piece
 

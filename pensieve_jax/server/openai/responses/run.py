@@ -15,7 +15,7 @@ from typing import Any
 
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, Piece, ReplyPieces
+from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, ReplyPieces, TextPiece
 from pensieve_jax.server.openai.responses.response import ResponseHead
 
 
@@ -49,7 +49,7 @@ class ResponseRun:
         self.task: asyncio.Task[None] | None = None
         self._new_pieces = new_pieces
         self._splitter = new_pieces()
-        self._pieces: list[Piece] = []
+        self._pieces: list[TextPiece] = []
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._changed = asyncio.Event()
@@ -110,7 +110,7 @@ class ResponseRun:
             await self._change()
         return self.response
 
-    async def pieces(self) -> AsyncIterator[Sequence[Piece]]:
+    async def pieces(self) -> AsyncIterator[Sequence[TextPiece]]:
         """Yield the pieces of the reply from the first one on, in batches, until the run ends."""
         position = 0
         while True:

@@ -10,7 +10,7 @@ import pytest
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.server.async_engine import AsyncDelta
-from pensieve_jax.server.openai.responses.pieces import Piece, ReplyPieces
+from pensieve_jax.server.openai.responses.pieces import ReplyPieces, TextPiece
 from pensieve_jax.text.loading import byte_tokenizer
 from pensieve_jax.text.reply_tokens import ReplyTokens
 from tests.seeds import enough, new_seed
@@ -48,7 +48,7 @@ def merged(deltas: list[AsyncDelta]) -> AsyncDelta:
     return AsyncDelta("".join(delta.text for delta in deltas), ids, logprobs)
 
 
-def pieces_of(deltas: list[AsyncDelta]) -> list[Piece]:
+def pieces_of(deltas: list[AsyncDelta]) -> list[TextPiece]:
     pieces = ReplyPieces(byte_tokenizer())
     return [piece for delta in deltas for piece in pieces.split(delta)]
 
