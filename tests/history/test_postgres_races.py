@@ -199,22 +199,31 @@ def test_a_transaction_that_postgres_aborts_in_a_deadlock_is_repeated(postgres, 
     for name in ("conv_1", "conv_2"):
         begin_conversation(store, name)
     touch = b"UPDATE conversations SET created_at_s = created_at_s WHERE conversation_id = %s"
-    turns = [turn(), turn()]
-    drafts = [
-        draft(turns[0], conversation=append_to("conv_1")),
-        draft(turns[1], conversation=append_to("conv_2")),
-    ]
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
     with ThreadPoolExecutor(1) as threads, psycopg.connect(parse(url).url) as other:
         other.execute(f"SET search_path = {parse(url).namespace}".encode())
-        other.execute(touch, ("conv_2",))
-        committing = threads.submit(store.commit, turns, drafts)
-        wait_until(lambda: postgres.run_sql(waiting) != [(0,)])
-        other.execute(touch, ("conv_1",))  # returns when the store's transaction was aborted
-        assert not committing.done()
-        other.rollback()
-        assert committing.result(30) == {}
-    assert num_turns(store) == 2
+        for version in range(5):
+            turns = [turn(), turn()]
+            drafts = [
+                draft(one, conversation=append_to(name, version))
+                for one, name in zip(turns, ("conv_1", "conv_2"), strict=True)
+            ]
+            other.execute(touch, ("conv_2",))
+            committing = threads.submit(store.commit, turns, drafts)
+            wait_until(lambda: postgres.run_sql(waiting) != [(0,)])
+            try:
+                other.execute(touch, ("conv_1",))  # returns when the store's transaction was aborted
+            except psycopg.errors.DeadlockDetected:  # it came so late that it detected the deadlock itself
+                other.rollback()
+                assert committing.result(30) == {}
+                continue
+            assert not committing.done()
+            other.rollback()
+            assert committing.result(30) == {}
+            break
+        else:
+            pytest.fail("the store's transaction was never aborted")
+    assert num_turns(store) == 2 * (version + 1)
 
 
 def test_turns_that_one_replica_released_are_removed_by_any(replicas):
