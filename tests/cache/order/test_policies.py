@@ -286,6 +286,19 @@ def test_vectorized_values_equal_single_ones(name, seed, offers, idle_s):
                 assert worth == order.worth(sequence, chunk, before_s)
 
 
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_value_never_falls_from_one_chunk_to_the_next(name):
+    """A copy ahead of need takes one chunk at a time, also from an order that evicts several together."""
+    order, (cache, (sequence,)) = ORDERS[name], cache_with("retention", [(6, 10.0)])
+    values = []
+    while sequence.num_by_class[EvictionClass.DIRTY]:
+        index = order.chunk(sequence, EvictionClass.DIRTY)
+        values.append(order.worth(sequence, index, cache.clock.now()))
+        cache.manager._store.drop(sequence, index, DropReason.NO_HOST_MEMORY, None)
+        cache.manager._store.trim(sequence)
+    assert len(values) == 6 and values == sorted(values)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_eviction_class_has_its_own_order(policy):
     """Chunks 1 and 2 are on the CPU, 0 and 3 on the GPU."""
