@@ -22,10 +22,11 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnknownConversationError,
 )
+from pensieve_jax.core.token_ids import num_equal
 from pensieve_jax.core.turn_node import check_owner, check_turn_id
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.explanation import DropJournal
-from pensieve_jax.engine.live import Branch, LiveConversation, num_equal
+from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import PeriodicSweep
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.history import ConversationInfo, ConversationRecord, Cut, HistoryStore
@@ -165,9 +166,8 @@ class ConversationTable:
             return
         token_ids = live.conversation.token_ids[: cut.num_tokens]
         if num_turns is not None and cut.head is not None:
-            token_ids = self._store.load(
-                conversation_id
-            ).token_ids.tolist()  # a later turn may have replaced some
+            # A later turn may have replaced some of the ids in memory.
+            token_ids = self._store.load(conversation_id).token_ids.tolist()
         num_same = num_equal(token_ids, live.conversation.token_ids)
         self._cache.truncate(live.sequence, num_same)
         live.conversation.truncate(num_same, cut.num_turns)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pensieve_jax.cache import CachedSequence
 from pensieve_jax.core.conversation import Conversation
+from pensieve_jax.core.token_ids import num_equal
 
 
 class TurnEnd(NamedTuple):
@@ -87,9 +88,3 @@ def replace_tokens(path: dict[str, TurnEnd], keep: int, replaced: Sequence[int])
     for turn_id, (num_shared, durable, tail) in path.items():
         if num_shared > keep:
             path[turn_id] = TurnEnd(keep, durable, (*replaced[: num_shared - keep], *tail))
-
-
-def num_equal(ones: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common beginning of two lists of tokens."""
-    pairs = enumerate(zip(ones, others, strict=False))
-    return next((i for i, (one, other) in pairs if one != other), min(len(ones), len(others)))

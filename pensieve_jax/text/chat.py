@@ -22,12 +22,12 @@ reasoning, replaces the end of the conversation from there on.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.core.token_ids import num_equal
 from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.shared_text import shared_text
@@ -169,8 +169,7 @@ class ChatFormat:
             )
         ids, longer_ids = (self._tokenizer.encode(each, add_bos=False) for each in (text, longer))
         # The last characters may share a token with the text after them.
-        pairs = zip(ids, longer_ids, strict=False)
-        return [token_id for token_id, other in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        return ids[: num_equal(ids, longer_ids)]
 
     def _reply(self, turn: EarlierTurn) -> Message:
         text = turn.output_text

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from pensieve_jax.core.token_ids import num_equal
 
 _MAX_IDS: Final = 64
 """Number of ids of one list within which both must meet again; real ones meet within a few."""
@@ -41,7 +42,7 @@ def shared_text(
     known_ids, wanted_ids = np.asarray(known, np.int64), np.asarray(wanted, np.int64)
     i = k = 0
     while True:
-        num_same = _num_same(known_ids[i:], wanted_ids[k:])
+        num_same = num_equal(known_ids[i:], wanted_ids[k:])
         i, k = i + num_same, k + num_same
         if i == len(known) or k == len(wanted):
             return SharedText(i, k)
@@ -72,10 +73,3 @@ def _meeting(
         else:
             k += 1
     return None
-
-
-def _num_same(ones: NDArray[np.int64], others: NDArray[np.int64]) -> int:
-    """Return the length of the common beginning."""
-    length = min(len(ones), len(others))
-    different = np.flatnonzero(ones[:length] != others[:length])
-    return int(different[0]) if len(different) else length
