@@ -1,7 +1,7 @@
-"""Median and spread of a repeated measurement.
+"""Median and spread of a repeated measurement, and percentiles of many values.
 
-Owns: the statistics of repetitions.
-Does not know: what was repeated.
+Owns: the statistics of repetitions, and those of times of requests.
+Does not know: what was measured.
 Called by programs and experiments.
 """
 
@@ -37,3 +37,11 @@ class Spread(NamedTuple):
             name: None if isinstance(value, float) and math.isnan(value) else value
             for name, value in self._asdict().items()
         }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Return mean, median, 90th and 99th percentile; None without values."""
+    if not len(values):
+        return None
+    p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
+    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99}

@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from pensieve_lab.common.spread import percentiles
+
 LONG, SHORT = "long", "short"
 KINDS: Final = (SHORT, LONG)
 COLUMNS: Final = (
@@ -26,7 +28,6 @@ UNITS: Final = {
     "rate_per_s": "arrivals per second; pauses are exponential",
     "prompt_tokens, output_tokens": "mean lengths; they are even from 3/4 to 5/4 of it",
 }
-_PARTS = {"p50": 50, "p90": 90, "p99": 99}
 
 
 class Kind(NamedTuple):
@@ -108,11 +109,6 @@ def summary(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _spread(times_us: np.ndarray) -> dict[str, float] | None:
-    if not len(times_us):
-        return None
-    seconds = 1e-6 * times_us
-    return {
-        "mean": float(seconds.mean()),
-        **{name: float(np.percentile(seconds, percent)) for name, percent in _PARTS.items()},
-        "max": float(seconds.max()),
-    }
+    seconds = (1e-6 * times_us).tolist()
+    found = percentiles(seconds)
+    return None if found is None else found | {"max": max(seconds)}

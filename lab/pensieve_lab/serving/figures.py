@@ -8,11 +8,12 @@ Does not know: how a run was measured, tables or files.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from pensieve_lab.common.spread import percentiles
 from pensieve_lab.serving.host_parts import MAX_MS, PARTS
 from pensieve_lab.serving.run import Run
 from pensieve_lab.workload import UNITS as ANSWER_UNITS
@@ -74,8 +75,8 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         "num_refused": run.num_refused,
         "sent_requests_per_s": (len(arrived) + run.num_unfinished) / seconds if seconds else None,
         **throughput(ended, seconds),
-        "latency_s": _spread(latency_s),
-        "latency_at_least_s": _spread([*latency_s, *run.unfinished_s]),
+        "latency_s": percentiles(latency_s),
+        "latency_at_least_s": percentiles([*latency_s, *run.unfinished_s]),
         **answer_figures(arrived),
         "normalized_latency_of_ended_s": answer_figures(ended)["normalized_latency_s"],
         **{name: run.counters.get(name) for name in COUNTERS},
@@ -89,13 +90,6 @@ def figures(run: Run, max_lag_s: float) -> dict[str, Any]:
         "swap_in_copy_s": _ratio(run.counters, "swap_in_s", "num_timed_swap_ins"),
         "steps": step_figures(run.steps),
     }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
-    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99}
 
 
 def _lag(run: Run) -> dict[str, float] | None:

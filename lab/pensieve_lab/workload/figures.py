@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from pensieve_lab.common.spread import percentiles
 from pensieve_lab.workload.turns import Answer
 
 UNITS = {
@@ -46,9 +45,9 @@ def answer_figures(answers: Sequence[Answer]) -> dict[str, Any]:
     """Return latencies of the answers, and where their tokens came from; see `UNITS`."""
     several = [answer for answer in answers if answer.usage.output_tokens > 1]
     return {
-        "normalized_latency_s": _spread([_latency_s(a) / a.usage.output_tokens for a in answers]),
-        "first_token_s": _spread([a.first_token_s - a.turn.arrival_s for a in answers]),
-        "output_token_s": _spread(
+        "normalized_latency_s": percentiles([_latency_s(a) / a.usage.output_tokens for a in answers]),
+        "first_token_s": percentiles([a.first_token_s - a.turn.arrival_s for a in answers]),
+        "output_token_s": percentiles(
             [(a.end_s - a.first_token_s) / (a.usage.output_tokens - 1) for a in several]
         ),
         **_tokens(answers),
@@ -75,11 +74,3 @@ def _tokens(answers: Sequence[Answer]) -> dict[str, float | int]:
 
 def _latency_s(answer: Answer) -> float:
     return answer.end_s - answer.turn.arrival_s
-
-
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return mean and percentiles."""
-    if not values:
-        return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99]).tolist()
-    return {"mean": float(np.mean(values)), "p50": p50, "p90": p90, "p99": p99}
