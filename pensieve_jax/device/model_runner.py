@@ -286,7 +286,7 @@ class ModelRunner:
         scores, layout = self.forward(plan), plan.layout
         try:
             run = self._executables.choose[layout.max_num_samples, mode]
-            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
+            self._prev_ids, result = run(scores.logits, *scores, *self._exchange.arrays[1:])
             if self._device.platform != "cpu":  # a CPU result is read in place
                 result.copy_to_host_async()
             self._launched = result

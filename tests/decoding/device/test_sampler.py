@@ -36,9 +36,11 @@ def _compiled(num_top, mode):
 _truncated = jax.jit(functools.partial(sampler._truncate, backend="xla"))
 
 
-def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP):
-    """Return samples as numpy arrays."""
-    return jax.tree.map(np.asarray, _compiled(num_top, mode)(np.asarray(logits, np.float32), rows))
+def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP, scores=None):
+    """Return samples as numpy arrays; `scores` are the logits unless given."""
+    logits = np.asarray(logits, np.float32)
+    scores = logits if scores is None else np.asarray(scores, np.float32)
+    return jax.tree.map(np.asarray, _compiled(num_top, mode)(logits, scores, rows))
 
 
 def make_rows(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=0, positions=0, banned=()):
@@ -158,7 +160,7 @@ def test_ids_are_independent_of_sharding():
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     sharded = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tp")))
     replicated = jax.device_put(rows, NamedSharding(mesh, PartitionSpec()))
-    found = _compiled(NUM_TOP, EVERYTHING)(sharded, replicated)
+    found = _compiled(NUM_TOP, EVERYTHING)(sharded, sharded, replicated)
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
@@ -187,7 +189,7 @@ def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):
         placed = jax.device_put(
             placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
         )
-    found = sample(*placed)
+    found = sample(placed[0], *placed)
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
 
@@ -198,8 +200,30 @@ def test_lowers_for_cuda(backend, mode):
     """Only a mode that truncates has the kernel, and only if a step is told to use it."""
     logits, rows = random_logits(4), make_rows(4)
     statics = {"mode": mode, "num_top": NUM_TOP, "max_num_samples": 4, "cutoff_backend": backend}
-    text = lower_for_cuda(functools.partial(choose, **statics), logits, rows)
+    text = lower_for_cuda(functools.partial(choose, **statics), logits, logits, rows)
     assert text.count("xla.gpu.triton") == (mode.truncates and backend == "pallas_triton")
+
+
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_scores_choose_and_logits_have_the_probabilities(mode):
+    """Ids depend on the scores alone, log-probabilities and the most likely ids on the logits."""
+    logits, scores = random_logits(NUM_ROWS, seed=8), random_logits(NUM_ROWS, seed=9)
+    scores[:, ::3] = -np.inf
+    rows = make_rows(
+        NUM_ROWS,
+        temperature=np.tile([0.0, 0.8], NUM_ROWS // 2),
+        top_k=20,
+        top_p=0.9,
+        seeds=np.arange(NUM_ROWS),
+    )
+    found, by_scores = run(logits, rows, mode, scores=scores), run(scores, rows, mode)
+    np.testing.assert_array_equal(found.token_ids, by_scores.token_ids)
+    assert (found.token_ids % 3 != 0).all()
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    chosen = np.take_along_axis(expected, found.token_ids[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(found.logprobs, chosen, rtol=1e-6, atol=1e-6)
+    if mode.top_logprobs:
+        np.testing.assert_array_equal(found.top_ids, run(logits, rows, mode).top_ids)
 
 
 def test_scores_come_back_from_their_keys():
