@@ -323,6 +323,13 @@ class LogitsError(PensieveError):
         return type(self), (self.num_tokens,)
 
 
+class GrammarFailedError(PensieveError):
+    """The mask of a turn could not be continued, so that the turn ended; other turns of the step are correct.
+
+    Send the turn again with a simpler grammar.
+    """
+
+
 class EngineClosedError(PensieveError):
     """The engine has been closed and accepts no more calls."""
 
