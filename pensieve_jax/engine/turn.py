@@ -185,5 +185,6 @@ class ReplyState(ReplyTokens):
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             ended_at_s=ended_at_s,
+            stop_string=self.stop_string,
         )
         return usage

@@ -55,6 +55,11 @@ class ReplyTokens:
         return self._detokenizer is not None
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply, else None."""
+        return None if self._detokenizer is None else self._detokenizer.stop_string
+
+    @property
     def text(self) -> str:
         return "".join(self.pieces)
 
@@ -79,6 +84,6 @@ class ReplyTokens:
                 self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
             if ends_by_id or ends_by_length:
                 self.pieces.append(self._detokenizer.flush(may_stop=may_end))
-        if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
+        if ends_by_id or self.stop_string is not None:
             return "stop"
         return "length" if ends_by_length else None

@@ -59,6 +59,7 @@ def test_a_control_token_ends_a_reply_by_its_spelling_as_by_its_id(with_id):
     reply = reply_of(ending_ids=[258]) if with_id else reply_of(stop=["<|user|>"])
     reasons = [reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS) for token_id in (ord("a"), 261, 258)]
     assert (reasons, reply.text) == ([None, None, "stop"], "a")
+    assert reply.stop_string == (None if with_id else "<|user|>")
 
 
 def test_half_a_character_is_shown_only_at_the_end():
@@ -68,7 +69,8 @@ def test_half_a_character_is_shown_only_at_the_end():
 
 
 def test_a_stop_string_that_ends_with_the_last_token_is_the_reason():
-    assert accepted(reply_of(2, stop=["b"]), "ab") == [None, "stop"]
+    reply = reply_of(2, stop=["c", "b"])
+    assert accepted(reply, "ab") == [None, "stop"] and reply.stop_string == "b"
     assert accepted(reply_of(2, ending_ids=[ord("b")]), "ab") == [None, "stop"]
 
 
