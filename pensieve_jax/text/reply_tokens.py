@@ -42,7 +42,9 @@ class ReplyTokens:
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop)
+        self._detokenizer = (
+            None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop, params.shown_tokens)
+        )
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []

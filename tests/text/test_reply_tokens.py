@@ -97,3 +97,17 @@ def test_alternatives_are_the_requested_ones(logprobs, top):
     reply.accept(8, -1.5, ids, values)
     assert reply.logprobs == [TokenLogprob(8, -1.5, top)]
     assert reply_of().logprobs is None
+
+
+def test_only_shown_control_tokens_are_in_the_text_and_an_ending_one_is_not():
+    tokenizer = ZOO["bytes"]
+    user, end = tokenizer.control_ids(["<|user|>"]), tokenizer.control_ids(["<|end|>"])
+    ids = [*b"a", *user, *end, *b"b", *user]
+    for shown, text in (((), "ab"), (("<|user|>", "no token"), "a<|user|>b<|user|>")):
+        reply = reply_of(ending_ids=(), shown_tokens=shown)
+        for token_id in ids:
+            reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS)
+        assert reply.text == text
+    reply = reply_of(ending_ids=tuple(user), shown_tokens=["<|user|>"])
+    assert reply.accept(min(user), -1.0, NO_IDS, NO_LOGPROBS) == "stop"
+    assert reply.text == ""
