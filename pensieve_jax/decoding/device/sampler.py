@@ -1,9 +1,9 @@
 """Sampling on the device: from logits to token ids.
 
-Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and the set of ids
-that are possible choices under rounding. A row's id depends only on (seed, absolute position, logits). It
-does not depend on the batch, the row's index in it, padding, or sharding of the vocabulary, for two reasons.
-The noise is a counter-based hash of (seed, position, token id), implemented here because the bits of
+Owns: greedy and random choice, the min-p, top-k and top-p cuts, banned ids and log-probabilities; and the set
+of ids that are possible choices under rounding. A row's id depends only on (seed, absolute position, scores).
+It does not depend on the batch, the row's index in it, padding, or sharding of the vocabulary, for two
+reasons. The noise is a counter-based hash of (seed, position, token id), implemented here because the bits of
 `jax.random` depend on global flags. The top-k and top-p cuts are found by integer sums, which do not depend
 on the order of additions.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
@@ -70,8 +70,8 @@ def sample(
 ) -> Samples:
     """Choose one id per row.
 
-    Cuts apply in this order: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
-    with the last one kept by a cut are kept as well, and the most likely id is always kept.
+    Cuts apply in this order: banned ids, temperature, min-p, top-k, then top-p over what top-k left. Ids that
+    tie with the last one kept by a cut are kept as well, and the most likely id is always kept.
 
     Args:
       logits: f32[S, V] of the model, V at most 2**19; may be sharded over the vocabulary. Log-probabilities
@@ -116,7 +116,7 @@ def decision_scores(
     allowed = _allowed(scores, rows, part)
     if not mode.draws:
         return allowed
-    scaled = _scaled(allowed, rows, part)
+    scaled = _likely(_scaled(allowed, rows, part), rows)
     if mode.truncates:
         assert part is WHOLE
         scaled = _truncate(scaled, *_cuts(rows), cutoff_backend)
@@ -147,23 +147,36 @@ def possible_choices(
     off = jnp.where(rows.temperature > 0, margin / _divisors(rows), margin)[:, None]
     scaled = _scaled(allowed, rows, WHOLE)
     noised = _with_noise(scaled, allowed, rows, WHOLE)
-    if not mode.truncates:
-        return may_stay & (noised >= noised.max(axis=-1, keepdims=True) - off)
-    least, last_sure = _outermost_cuts(scaled, rows, off)
-    may_stay &= ~(scaled < least)
-    reached = jnp.where(~(scaled < last_sure + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
-    # Of the ids within the margin of the last certain survivor, the one with the highest true score survives.
-    # Rounding hides which one that is, so use the lowest noised score among them.
-    is_around = jnp.abs(scaled - last_sure) <= off
-    worst_around = jnp.where(is_around, noised, jnp.inf).min(axis=-1, keepdims=True)
-    reached = jnp.maximum(reached, jnp.where(worst_around < jnp.inf, worst_around, -jnp.inf))
+    draws = rows.temperature[:, None] > 0
+    edge = jnp.where(draws, _least_likely(rows), -jnp.inf)
+    may_stay &= ~(scaled < edge - off)
+    is_sure = ~(scaled < edge + off)
+    # Of the ids within the margin of the best, the one with the highest true score survives. Rounding hides
+    # which one that is, so use the lowest noised score among them.
+    reached = _lowest_of(scaled >= -off, noised)
+    if mode.truncates:
+        least, last_sure = _outermost_cuts(scaled, rows, off, edge)
+        may_stay &= ~(scaled < least)
+        is_sure &= ~(scaled < last_sure + off)
+        # The same holds around the last certain survivor of the other cuts, if min-p keeps all of these ids.
+        around = _lowest_of(jnp.abs(scaled - last_sure) <= off, noised)
+        reached = jnp.maximum(reached, jnp.where(last_sure - off >= edge + off, around, -jnp.inf))
+    reached = jnp.maximum(reached, jnp.where(is_sure, noised, -jnp.inf).max(axis=-1, keepdims=True))
     return may_stay & (noised >= reached - off)
 
 
+def _lowest_of(chosen: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the lowest of the chosen values of each row, f32[S, 1]; -inf for a row without any."""
+    lowest = jnp.where(chosen, values, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(lowest < jnp.inf, lowest, -jnp.inf)
+
+
 def _outermost_cuts(
-    scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array
+    scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array, edge: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loosest and the tightest cut if scores are off by up to `off`; NaN if nothing is cut.
+
+    `edge` is the lowest score that min-p keeps. Top-p applies to what min-p leaves, top-k is not affected.
 
     Returns:
       Two f32[S, 1]: the lowest score that may be kept, less its own error; and the score of the last id that
@@ -176,6 +189,8 @@ def _outermost_cuts(
     most, fewest = ~(scores < by_count - off), ~(scores < by_count)
     has_ties = (top_k[:, None] > 0) & (fewest.sum(axis=-1, keepdims=True) > top_k[:, None])
     fewest &= ~(has_ties & (scores == by_count))
+    most &= ~(scores < edge - off)
+    fewest &= ~(scores < jnp.minimum(edge + off, 0.0))
     odds = jnp.exp(jnp.minimum(off[:, 0], _MAX_SCORE_ERROR))
     no_top_k = jnp.zeros_like(top_k)
     loose, tight = (
@@ -208,6 +223,20 @@ def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyP
     if part.axis is not None:
         best = lax.pmax(best, part.axis)
     return (allowed - best) / _divisors(rows)[:, None]
+
+
+def _likely(scaled: jax.Array, rows: SamplingRows[jax.Array]) -> jax.Array:
+    """Return `scaled` scores (the best of a row is 0) with -inf for ids that min-p cuts."""
+    return jnp.where(scaled < _least_likely(rows), -jnp.inf, scaled)
+
+
+def _least_likely(rows: SamplingRows[jax.Array]) -> jax.Array:
+    """Return the lowest scaled score that min-p keeps, f32[S, 1]; -inf if it is off.
+
+    An id is at least `min_p` times as likely as the most likely one, whose score is 0, if its score is at
+    least ln(`min_p`). So this cut needs neither a search nor the normalizer.
+    """
+    return jnp.log(rows.min_p)[:, None]
 
 
 def _with_noise(

@@ -63,7 +63,7 @@ def test_every_mode_chooses_as_one_device_does(mode):
     rows = make_rows(
         NUM_ROWS, temperature=np.tile([0.0, 0.7, 1.5], NUM_ROWS // 3), top_k=rng.choice([0, 9], NUM_ROWS),
         top_p=rng.choice([0.8, 1.0], NUM_ROWS), seeds=rng.integers(0, 2**63, NUM_ROWS),
-        positions=rng.integers(0, 4096, NUM_ROWS), banned=(3, 70),
+        positions=rng.integers(0, 4096, NUM_ROWS), banned=(3, 70), min_p=rng.choice([0.0, 0.2], NUM_ROWS),
     )  # fmt: skip
     for seed in range(4):
         logits = random_logits(NUM_ROWS, seed=seed, vocab_size=VOCAB_SIZE)
