@@ -188,6 +188,7 @@ class TurnLedger:
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
             logprobs=None if reply.logprobs is None else tuple(reply.logprobs),
             keep=conversation.num_history_tokens if conversation.replaced else None,
+            template_input=reply.template_input,
         )
 
     def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
@@ -132,6 +133,7 @@ class ReplyState(ReplyTokens):
     Attributes:
       request: request of the turn in the scheduler.
       messages: chat messages that the prompt was rendered from; None for a prompt of text or ids.
+      template_input: what it was rendered from beside them.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
       output: result of the turn, after it ended.
@@ -145,6 +147,7 @@ class ReplyState(ReplyTokens):
         messages: tuple[Message, ...] | None,
         node: TurnNode | None = None,
         origin: TurnOrigin | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
@@ -153,6 +156,7 @@ class ReplyState(ReplyTokens):
         self.messages = messages
         self.node = node
         self.origin = origin
+        self.template_input = template_input
         self.output: Output | None = None
         self.error: PensieveError | None = None
 

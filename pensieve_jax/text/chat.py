@@ -11,6 +11,10 @@ reasoning, replaces the end of the conversation from there on.
 
 - Sampled ids stay where their text is what the template writes, even if the tokenizer would divide the text
   differently. A stop string, or white space that the template trims, is replaced.
+- A template writes the arguments of the model's own tool calls as the model spelled them, and those of a
+  client's messages as transformers does. So a loop of calls and results keeps its tokens.
+- A prefill opens the reply: the template writes it as the last message of the assistant, without its end. In
+  later turns it is the beginning of that reply.
 - A template that writes no beginning-of-sequence token gets none.
 - The current date counts: a template that writes it begins anew on the next day.
 - Messages that several conversations share as their beginning have a rendering of their own, without a
@@ -26,8 +30,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.token_ids import num_equal
+from pensieve_jax.text.call_arguments import CallArguments
 from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.shared_text import shared_text
@@ -44,12 +50,14 @@ class EarlierTurn(NamedTuple):
       output_text: its reply; None if only the ids are known.
       output_token_ids: the ids of its reply.
       num_tokens: number of tokens of the conversation at its end.
+      reply: its reply as a message, if it has parts beside the text; see `replies.ReplyReader`.
     """
 
     messages: Sequence[Message] | None
     output_text: str | None
     output_token_ids: Sequence[int]
     num_tokens: int
+    reply: Message | None = None
 
 
 class TurnPrompt(NamedTuple):
@@ -91,6 +99,7 @@ class ChatFormat:
         token_ids: Sequence[int],
         new_messages: Sequence[Message],
         *,
+        template_input: TemplateInput = NO_INPUT,
         token_limit: int | None = None,
     ) -> TurnPrompt:
         """Return the prompt of a turn, and how much of the conversation it follows.
@@ -99,6 +108,7 @@ class ChatFormat:
           earlier: the conversation's finished turns in order.
           token_ids: all tokens of the conversation.
           new_messages: the messages of this turn only.
+          template_input: what the template gets beside the messages of all turns.
           token_limit: as in `Tokenizer.encode`, for the whole context.
 
         Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses the
@@ -109,7 +119,7 @@ class ChatFormat:
         chat_turns = earlier[without_messages[-1] + 1 :] if without_messages else earlier
         num_raw = earlier[without_messages[-1]].num_tokens if without_messages else 0
         past = [message for turn in chat_turns for message in (*(turn.messages or ()), self._reply(turn))]
-        text = self._template.render([*past, *messages], self._now(), generation_prompt=True)
+        text = self._opened([*past, *messages], template_input)
         start, wanted = num_raw, []
         if num_raw:
             text = text.removeprefix(self._tokenizer.bos_token or "")
@@ -144,23 +154,62 @@ class ChatFormat:
                 return num_ids, len(spelled)
         return 0, 0
 
-    def token_ids(self, messages: Sequence[Message], *, token_limit: int | None = None) -> list[int]:
-        """Return the ids of the first turn of a conversation; see `turn_prompt`."""
-        return self.turn_prompt([], [], messages, token_limit=token_limit).token_ids
+    def _opened(self, messages: Sequence[Message], template_input: TemplateInput) -> str:
+        """Return the text of messages up to where the reply begins or goes on."""
+        prefill = template_input.prefill
+        if prefill is None:
+            opens = template_input.generation_prompt
+            return self._template.render(
+                messages, self._now(), generation_prompt=opens, template_input=template_input
+            )
+        # A word behind the prefill marks its end, and keeps its white space from being trimmed.
+        opening = {"role": "assistant", "content": prefill}
+        word = _placeholder([*messages, opening])
+        written = self._template.render(
+            [*messages, {**opening, "content": prefill + word}],
+            self._now(),
+            generation_prompt=False,
+            template_input=template_input,
+        )
+        text, found, _ = written.rpartition(word)
+        if not found:
+            raise ChatTemplateError(
+                "The chat template cannot continue a message of the assistant, since it does not write its "
+                "content last",
+                "send the conversation without continue_final_message",
+            )
+        return text
 
-    def prefix_token_ids(self, messages: Sequence[Message]) -> list[int]:
+    def token_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        template_input: TemplateInput = NO_INPUT,
+        token_limit: int | None = None,
+    ) -> list[int]:
+        """Return the ids of the first turn of a conversation; see `turn_prompt`."""
+        return self.turn_prompt(
+            [], [], messages, template_input=template_input, token_limit=token_limit
+        ).token_ids
+
+    def prefix_token_ids(
+        self, messages: Sequence[Message], *, template_input: TemplateInput = NO_INPUT
+    ) -> list[int]:
         """Return the ids that begin every conversation whose first messages are these.
 
         Args:
           messages: messages that conversations share, such as a system message.
+          template_input: the tools and arguments that they share.
 
         Raises InvalidRequestError for malformed messages; ChatTemplateError if the template refuses them or
         does not render them before the following messages and separately from them.
         """
         shared, now = check_messages(messages), self._now()
         next_message = {"role": "user", "content": _placeholder(shared)}
-        text = self._template.render(shared, now, generation_prompt=False)
-        longer = self._template.render([*shared, next_message], now, generation_prompt=True)
+        text = self._template.render(shared, now, generation_prompt=False, template_input=template_input)
+        longer = self._template.render(
+            [*shared, next_message], now, generation_prompt=True, template_input=template_input
+        )
         if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
             raise ChatTemplateError(
                 "The chat template cannot share these messages, since it does not render them before the "
@@ -171,11 +220,42 @@ class ChatFormat:
         # The last characters may share a token with the text after them.
         return ids[: num_equal(ids, longer_ids)]
 
+    def check_input(
+        self, template_input: TemplateInput, *, tools_field: str = "tools", arguments_field: str
+    ) -> None:
+        """Raise InvalidRequestError for tools or arguments that the template does not read."""
+        if template_input.tools and "tools" not in self._template.variables:
+            raise InvalidRequestError(
+                tools_field,
+                f"{len(template_input.tools)} tools",
+                "left out, since the model's chat template takes no tools",
+            )
+        self._template.check_arguments(template_input.arguments, arguments_field)
+
+    def reads(self, variable: str) -> bool:
+        """Return whether the template reads a variable of this name."""
+        return variable in self._template.variables
+
     def _reply(self, turn: EarlierTurn) -> Message:
+        if turn.reply is not None:
+            return _as_sampled(turn.reply)
         text = turn.output_text
         if text is None:
             text = self._tokenizer.decode(turn.output_token_ids)
         return {"role": "assistant", "content": text}
+
+
+def _as_sampled(reply: Message) -> Message:
+    """Return a reply whose calls are written with the arguments as the model spelled them."""
+    calls = reply.get("tool_calls")
+    if not calls:
+        return reply
+    sampled = []
+    for call in calls:
+        function = call["function"]
+        arguments = CallArguments.sampled(function["arguments"])
+        sampled.append({**call, "function": {**function, "arguments": arguments}})
+    return {**reply, "tool_calls": sampled}
 
 
 def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:
