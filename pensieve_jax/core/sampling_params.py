@@ -22,7 +22,6 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_SHOWN_TOKENS = 64
 _MAX_INT = 2**31 - 1
 _TABLE_KEY: Final = "sampling"
 
@@ -193,14 +192,6 @@ class SamplingParams:
         SamplingField(routes=None),
     )
 
-    shown_tokens: Sequence[str] = sampling_field(
-        (),
-        Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, must_be_stated=False),
-        "Spellings of control tokens that the reply's text shows, such as the marks of tool calls; at most "
-        "64. Texts show no others. Stored as a tuple.",
-        SamplingField(routes=None),
-    )
-
     def __post_init__(self) -> None:
         """Raise `InvalidRequestError`, naming the field, for values that cannot be used."""
         for option in options_of(SamplingParams):
@@ -222,14 +213,13 @@ class SamplingParams:
         _check_size("stop", self.stop, MAX_STOP_STRINGS, "strings")
         for string in self.stop:
             _check_size("stop", string, MAX_STOP_CHARACTERS, "characters in a string")
-        _check_size("shown_tokens", self.shown_tokens, MAX_SHOWN_TOKENS, "strings")
         _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
         for i, token_id in enumerate(self.stop_token_ids):
             if not _is_int(token_id, 0, _MAX_INT):
                 limit = f"an integer from 0 to {_MAX_INT}"
                 raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, limit)
         # Later code relies on the checks, and the caller may change its lists.
-        for name in ("stop", "stop_token_ids", "shown_tokens"):
+        for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def ending_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
