@@ -31,6 +31,7 @@ class ReplyTokens:
         ending_ids: Sequence[int],
         max_num_tokens: int,
         tokenizer: Tokenizer | None,
+        shown: Sequence[str] = (),
     ) -> None:
         """Start without tokens.
 
@@ -39,10 +40,13 @@ class ReplyTokens:
           ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
           max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
           tokenizer: None produces no text.
+          shown: control tokens that the text shows, such as the marks of tool calls.
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop)
+        self._detokenizer = (
+            None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop, shown)
+        )
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
