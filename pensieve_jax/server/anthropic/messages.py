@@ -17,6 +17,7 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import MESSAGES, SamplingParams, taken_fields
 from pensieve_jax.server.anthropic.context import context_of
 from pensieve_jax.server.anthropic.errors import error_body, error_reply
+from pensieve_jax.server.anthropic.models import VERSION_HEADER
 from pensieve_jax.server.anthropic.reply import (
     MESSAGE_STOP,
     NOT_ENDED,
@@ -83,10 +84,10 @@ ROUTES: Final = (
 
 def _check_version(call: HttpRequest) -> None:
     """Raise ApiError for a version of the API with other forms; names of betas alone change nothing."""
-    version = call.headers.get("anthropic-version")
+    version = call.headers.get(VERSION_HEADER)
     if version is not None and version not in _VERSIONS:
-        sentence = f"anthropic-version is {version[:20]!r}; it must be {' or '.join(_VERSIONS)}."
-        raise invalid_value("anthropic-version", sentence)
+        sentence = f"{VERSION_HEADER} is {version[:20]!r}; it must be {' or '.join(_VERSIONS)}."
+        raise invalid_value(VERSION_HEADER, sentence)
 
 
 class MessageContext:
