@@ -13,6 +13,7 @@ from typing import Any
 from pensieve_jax.core.errors import ChatTemplateError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.async_engine import AsyncTurn
@@ -30,6 +31,7 @@ from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
+from pensieve_jax.text.messages import num_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
 """Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
@@ -50,16 +52,18 @@ class MessageTurns:
         num_replies: int = 1,
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
+        template_input: TemplateInput = NO_INPUT,
         paths: Sequence[str] | None = None,
     ) -> None:
         """Prepare the turns of a request.
 
         Args:
           call: the request.
-          messages: the whole context, with role and text only.
+          messages: the whole context, of well-formed messages.
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
+          template_input: what the chat template gets beside the messages.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
@@ -68,7 +72,8 @@ class MessageTurns:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._messages = messages
-        self._num_characters = sum(len(message["content"]) for message in messages)
+        self._num_characters = num_characters(messages)
+        self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
         self._paths = paths
@@ -135,6 +140,7 @@ class MessageTurns:
                 durable=self._is_durable,
                 memory=memory,
                 token_limit=token_limit,
+                template_input=self._template_input,
             )
         except ChatTemplateError as error:
             raise template_error(error, self._messages, "messages", self._paths) from error
