@@ -23,7 +23,6 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_SHOWN_TOKENS = 64
 MAX_BIASED_IDS = 300
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 64
@@ -31,9 +30,10 @@ MAX_BAD_WORD_CHARACTERS = 1024
 _MAX_INT = 2**31 - 1
 _TABLE_KEY: Final = "sampling"
 
-COMPLETIONS, RESPONSES = "completions", "responses"
-ROUTES: Final = (COMPLETIONS, RESPONSES)
-"""The server's routes for sampling fields: Chat Completions and Completions together, and Responses."""
+COMPLETIONS, RESPONSES, MESSAGES = "completions", "responses", "messages"
+ROUTES: Final = (COMPLETIONS, RESPONSES, MESSAGES)
+"""The server's routes for sampling fields: Chat Completions and Completions together, Responses, and the
+Messages of Anthropic's API."""
 
 
 class Column(NamedTuple):
@@ -291,13 +291,6 @@ class SamplingParams:
         SamplingField(routes=None),
     )
 
-    shown_tokens: Sequence[str] = sampling_field(
-        (),
-        Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, must_be_stated=False),
-        "Spellings of control tokens that the reply's text shows, such as the marks of tool calls; at most "
-        "64. Texts show no others. Stored as a tuple.",
-        SamplingField(routes=None),
-    )
     structured: StructuredOutput | None = sampling_field(
         None,
         Limit(
@@ -336,7 +329,6 @@ class SamplingParams:
             _check_size(name, getattr(self, name), max_size, "strings")
             for string in getattr(self, name):
                 _check_size(name, string, max_length, "characters in a string")
-        _check_size("shown_tokens", self.shown_tokens, MAX_SHOWN_TOKENS, "strings")
         _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
         if self.structured is not None and self.ignore_eos:
             raise InvalidRequestError("ignore_eos", True, "False with structured, whose form ends the reply")
@@ -344,7 +336,7 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _checked_ids(name, getattr(self, name)))
-        for name in ("stop", "bad_words", "shown_tokens"):
+        for name in ("stop", "bad_words"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 

@@ -17,6 +17,7 @@ from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
+from pensieve_jax.text.replies import shown_marks
 
 
 class Turn:
@@ -151,7 +152,9 @@ class ReplyState(ReplyTokens):
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
-        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer)
+        super().__init__(
+            request.params, request.ending_ids, num_tokens, tokenizer, shown_marks(template_input)
+        )
         self.request = request
         self.messages = messages
         self.node = node

@@ -31,6 +31,7 @@ class ReplyTokens:
         ending_ids: Sequence[int],
         max_num_tokens: int,
         tokenizer: Tokenizer | None,
+        shown: Sequence[str] = (),
     ) -> None:
         """Start without tokens.
 
@@ -39,6 +40,7 @@ class ReplyTokens:
           ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
           max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
           tokenizer: None produces no text.
+          shown: control tokens that the text shows, such as the marks of tool calls.
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
@@ -46,7 +48,7 @@ class ReplyTokens:
             None
             if tokenizer is None
             else IncrementalDetokenizer(
-                tokenizer, params.stop, params.shown_tokens, includes_stop=params.include_stop_str_in_output
+                tokenizer, params.stop, shown, includes_stop=params.include_stop_str_in_output
             )
         )
         self.pieces: list[str] = []

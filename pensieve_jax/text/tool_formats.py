@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from pensieve_jax.core.errors import ConfigError
 
@@ -172,6 +172,16 @@ _REASONING_ROWS: Final = (
 )
 REASONING_FORMATS: Final[Mapping[str, ReasoningFormat]] = {row.name: row for row in _REASONING_ROWS}
 """The rows by name."""
+
+
+class Parsers(NamedTuple):
+    """How replies are read: names of rows, "auto" for those that the chat template has, or "none"."""
+
+    calls: str = AUTO
+    reasoning: str = AUTO
+
+
+AUTOMATIC: Final = Parsers()
 
 
 def tool_format(choice: str, template: str | None) -> ToolFormat | None:

@@ -13,9 +13,9 @@ from tests.text.tokenizer_zoo import ZOO
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, **params):
+def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, shown=(), **params):
     tokenizer = ZOO["bytes"] if with_text else None
-    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer)
+    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer, shown)
 
 
 def accepted(reply, text):
@@ -104,10 +104,10 @@ def test_only_shown_control_tokens_are_in_the_text_and_an_ending_one_is_not():
     user, end = tokenizer.control_ids(["<|user|>"]), tokenizer.control_ids(["<|end|>"])
     ids = [*b"a", *user, *end, *b"b", *user]
     for shown, text in (((), "ab"), (("<|user|>", "no token"), "a<|user|>b<|user|>")):
-        reply = reply_of(ending_ids=(), shown_tokens=shown)
+        reply = reply_of(ending_ids=(), shown=shown)
         for token_id in ids:
             reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS)
         assert reply.text == text
-    reply = reply_of(ending_ids=tuple(user), shown_tokens=["<|user|>"])
+    reply = reply_of(ending_ids=tuple(user), shown=["<|user|>"])
     assert reply.accept(min(user), -1.0, NO_IDS, NO_LOGPROBS) == "stop"
     assert reply.text == ""

@@ -87,7 +87,6 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
-    "shown_tokens": ([],),
     "spaces_between_special_tokens": (True, False),
     "include_reasoning": (True,),
     "prompt_logprobs": (),
