@@ -33,7 +33,7 @@ from pensieve_jax.server.openai import chat, completions
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
 from pensieve_jax.server.turns.sampling import model_defaults
-from pensieve_jax.text import ChatFormat, Tokenizer
+from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def make_services(
     clock = WallClock()
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.slot_bytes = info.slot_bytes
-    index = TurnIndex(HistoryTurns(history), max_bytes=settings.max_index_bytes)
+    index = TurnIndex(HistoryTurns(history, ReplyReader(tokenizer)), max_bytes=settings.max_index_bytes)
     return Services(
         engine=engine,
         settings=settings,

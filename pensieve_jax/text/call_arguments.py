@@ -42,15 +42,14 @@ def canonical_arguments(text: str) -> str:
 class CallArguments(dict[str, Any]):
     """Arguments as a chat template reads them: an object that is also written as its text.
 
-    Most templates write `arguments | tojson` or read single arguments. Some concatenate the text.
-
-    Attributes:
-      text: what the template writes for the whole object.
+    Most templates write `arguments | tojson` or read single arguments. Some concatenate the text, which `str`
+    returns. It is no public attribute: a template's `arguments.text` is the argument of this name.
     """
 
     def __init__(self, value: Mapping[str, Any], text: str) -> None:
+        """Hold the arguments of `value`, written as `text`."""
         super().__init__(value)
-        self.text = text
+        self._text = text
 
     @classmethod
     def canonical(cls, text: str) -> Self:
@@ -71,15 +70,15 @@ class CallArguments(dict[str, Any]):
 
     def __str__(self) -> str:
         """Return the text, for `{{ arguments }}` and the operator `~`."""
-        return self.text
+        return self._text
 
     def __add__(self, after: str) -> str:
         """Concatenate the text with `after`."""
-        return self.text + after
+        return self._text + after
 
     def __radd__(self, before: str) -> str:
         """Concatenate `before` with the text."""
-        return before + self.text
+        return before + self._text
 
 
 def _whole_numbers(value: Any) -> Any:

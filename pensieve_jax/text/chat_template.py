@@ -155,7 +155,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look for keys before attributes where the result is the same as the base class's."""
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+        if isinstance(obj, dict) and attribute in obj and not hasattr(dict, attribute):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
@@ -187,7 +187,7 @@ def _to_json(
 ) -> str:
     """Convert to JSON without escaping HTML as Jinja's own filter does; models were not trained on that."""
     if isinstance(value, CallArguments) and not (ensure_ascii or indent or separators or sort_keys):
-        return value.text
+        return str(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

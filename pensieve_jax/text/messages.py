@@ -53,10 +53,10 @@ def check_results(
     """
     known = set(known_ids)
     for index, message in enumerate(messages):
-        if message["role"] == "tool" and message["tool_call_id"] not in known:
-            name = f"{field}[{index}].tool_call_id"
+        call_id = message.get("tool_call_id")
+        if message["role"] == "tool" and call_id not in known:
             limit = "the id of a tool call in an earlier message of the assistant"
-            raise InvalidRequestError(name, message["tool_call_id"], limit)
+            raise InvalidRequestError(f"{field}[{index}].tool_call_id", call_id, limit)
         known.update(call_ids([message]))
 
 

@@ -247,3 +247,15 @@ def test_input_is_packed_as_json() -> None:
         packed = json.loads(json.dumps(given.packed()))
         assert TemplateInput.unpacked(packed) == given
     assert NO_INPUT.packed() == {}
+
+
+def test_an_argument_may_have_the_name_of_anything() -> None:
+    names = ("text", "items", "canonical", "_text")
+    tokenizer = tool_tokenizer(
+        "{% set arguments = messages[1].tool_calls[0].function.arguments %}"
+        + "".join(f"{{{{ arguments['{name}'] }}}}" for name in names)
+        + "{{ arguments.text }}{{ arguments | tojson }}"
+    )
+    arguments = json.dumps(dict(zip(names, "abcd", strict=True)))
+    messages = [user("hi"), {"role": "assistant", "content": None, "tool_calls": [call("a", "f", arguments)]}]
+    assert tokenizer.decode_raw(ChatFormat(tokenizer).token_ids(messages)) == f"abcda{arguments}"

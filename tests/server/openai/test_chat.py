@@ -197,7 +197,7 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"messages": [{"content": "a"}]}, 400, "missing_required_parameter", "messages[0].role"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_value", "messages[0].content"),
         ({"messages": [{"role": "bad", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, 400, "invalid_value", "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_value", "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [PART]}]},
