@@ -46,6 +46,7 @@ from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.scheduler import Grant, Planner, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Message, Tokenizer
+from pensieve_jax.text.grammar import Grammars
 
 
 class _LaunchedStep(NamedTuple):
@@ -65,6 +66,7 @@ class Engine:
 
     Attributes:
       limits: limits of the model and the configuration on a turn.
+      grammars: grammars of structured replies; None without a tokenizer.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class Engine:
         `observe` is called with the decisions of every step; see `Observe`.
         """
         self.limits = limits
+        self.grammars = (
+            None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        )
         self._runner = runner
         self._config = config
         self._store = store
@@ -130,7 +135,9 @@ class Engine:
             self._store, self._loop, self._conversations, self._late_rows, self._stats, self._clock
         )
         placer = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
-        self._submitter = TurnSubmitter(self._loop, self._ledger, placer, self.limits, self._tokenizer)
+        self._submitter = TurnSubmitter(
+            self._loop, self._ledger, placer, self.limits, self._tokenizer, self.grammars
+        )
 
     # Turns
 

@@ -28,6 +28,7 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.grammar import Grammars
 
 type _Choice = tuple[str, str | None, tuple[int, ...], int | None]
 
@@ -42,8 +43,10 @@ class TurnSubmitter:
         placer: TurnPlacer,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
+        grammars: Grammars | None,
     ) -> None:
         """Submit into `loop` and `ledger`."""
+        self._grammars = grammars
         self._loop = loop
         self._ledger = ledger
         self._placer = placer
@@ -53,7 +56,7 @@ class TurnSubmitter:
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns in order; with nothing queued on errors.
 
-        Raises the errors of `check_turns` and of `option_rows`, and HistoryError.
+        Raises the errors of `check_turns`, `option_rows` and `Grammars.compile`, and HistoryError.
         """
         places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
         rows = [self._late_row(spec.params) for spec in specs]
@@ -72,6 +75,8 @@ class TurnSubmitter:
         limits = self._limits
         ending_ids = params.ending_ids(limits.eos_token_ids)
         rows = option_rows(params, self._tokenizer, limits.vocab_size, ending_ids)
+        if params.structured is not None and self._grammars is not None:
+            rows.append(self._grammars.compile(params.structured).row(ending_ids, params.min_tokens))
         return JoinedRows(rows) if rows else None
 
     def _queue(self, spec: TurnSpec, placed: PlacedTurn, row: LateRow | None) -> Turn:
