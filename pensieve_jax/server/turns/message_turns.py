@@ -30,6 +30,7 @@ from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
+from pensieve_jax.text.replies import ReplyParts, added_parts
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
 """Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
@@ -108,6 +109,11 @@ class MessageTurns:
         usage = completion_usage([output.usage for output in outputs], len(outputs))
         self._notes.counts |= usage
         return usage
+
+    def parts(self, index: int, text: str) -> ReplyParts:
+        """Return the parts of a reply's text; a prefill is no part of it."""
+        context = self.contexts[index]
+        return added_parts(text, context.template_input, turn=context.node.turn_id)
 
     # Private methods
 
