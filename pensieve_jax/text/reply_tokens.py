@@ -79,7 +79,9 @@ class ReplyTokens:
             top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
             self.logprobs.append(TokenLogprob(token_id, logprob, top))
         may_end = len(self.token_ids) > params.min_tokens
-        ends_by_id = may_end and token_id in self._ending_ids
+        # The mask of a structured reply forbids ending ids before `min_tokens`, unless nothing else fits.
+        may_end_by_id = may_end or params.structured is not None
+        ends_by_id = may_end_by_id and token_id in self._ending_ids
         ends_by_length = len(self.token_ids) >= self._max_num_tokens
         if self._detokenizer is not None:
             if not ends_by_id:  # the id that ends a reply is not text, special or not

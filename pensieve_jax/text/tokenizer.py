@@ -100,6 +100,16 @@ class Tokenizer:
             self.first_id = self.bos_id if wants_bos else None
         self.wants_bos = self.first_id is not None
 
+    def as_json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id that the vocabulary spells so, or None."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
     @cached_property
     def vocab_size(self) -> int:
         """The highest id plus one. A model may have more rows than that, or lack those of added tokens."""

@@ -34,7 +34,7 @@ class ReplyItems:
     """
 
     def __init__(self, turn_id: str, template: TemplateInput) -> None:
-        """Start without items."""
+        """Start without items; `template` says how the reply is read."""
         self.items: list[Item] = []
         self._turn_id, self._reply = turn_id, template.reply
         self._numbers = {"msg": 0, "rs": 0, "fc": 0}
