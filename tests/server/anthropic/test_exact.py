@@ -1,4 +1,4 @@
-"""Conversations over Anthropic's Messages and Chat Completions, alternating: every token is the reference's."""
+"""Anthropic's Messages and Chat Completions, alternating in one conversation: tokens are the reference's."""
 
 from __future__ import annotations
 
