@@ -69,6 +69,8 @@ class Output:
       logprobs: one entry per reply token if requested, else None.
       ended_at_s: when the turn ended, by the engine's clock, as stored in the history; None from padded
         batches. Ignored when outputs are compared.
+      stop_string: the stop string that ended the reply, else None; also None in an output that was read back
+        from the history.
     """
 
     conversation_id: str | None
@@ -79,6 +81,7 @@ class Output:
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
     ended_at_s: float | None = field(default=None, compare=False)
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

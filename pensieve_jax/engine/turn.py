@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
+from pensieve_jax.text.replies import shown_marks
 
 
 class Turn:
@@ -132,6 +134,7 @@ class ReplyState(ReplyTokens):
     Attributes:
       request: request of the turn in the scheduler.
       messages: chat messages that the prompt was rendered from; None for a prompt of text or ids.
+      template_input: what it was rendered from beside them.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
       output: result of the turn, after it ended.
@@ -145,14 +148,18 @@ class ReplyState(ReplyTokens):
         messages: tuple[Message, ...] | None,
         node: TurnNode | None = None,
         origin: TurnOrigin | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
-        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer)
+        super().__init__(
+            request.params, request.ending_ids, num_tokens, tokenizer, shown_marks(template_input)
+        )
         self.request = request
         self.messages = messages
         self.node = node
         self.origin = origin
+        self.template_input = template_input
         self.output: Output | None = None
         self.error: PensieveError | None = None
 
@@ -181,5 +188,6 @@ class ReplyState(ReplyTokens):
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             ended_at_s=ended_at_s,
+            stop_string=self.stop_string,
         )
         return usage

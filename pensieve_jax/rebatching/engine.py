@@ -67,6 +67,7 @@ class RebatchingEngine:
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             max_banned_ids=config.max_banned_ids,
+            adjusts=False,
         )
         self._observe = observe
         self._seen: list[StepSeen] = []
@@ -216,6 +217,8 @@ class RebatchingEngine:
                 most,
             )
         check_params(params, self._limits, self._tokenizer, group="")
+        if params.structured is not None:
+            raise InvalidRequestError("structured", params.structured, "None in padded batches")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise InvalidRequestError(
                 f"priorities{place}" if place else "priority",
