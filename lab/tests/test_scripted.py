@@ -20,7 +20,7 @@ from pensieve_jax import (
 from pensieve_jax.assembly import assemble
 from pensieve_jax.text import ChatFormat, load_tokenizer
 from pensieve_lab.scripted.model import make_model
-from pensieve_lab.scripted.runner import ScriptedRunner, check_without_host_tier
+from pensieve_lab.scripted.runner import ScriptedRunner, Sizes, check_without_host_tier
 from pensieve_lab.scripted.script import DEFAULT_SCRIPT, Context, Rule, Script, divide, load_script
 from pensieve_lab.scripted.writer import Writer, remaining
 
@@ -167,9 +167,8 @@ def test_an_engine_replies_by_the_script_when_state_was_evicted(model, tokenizer
     )
 
     def wrap(runner):
-        return ScriptedRunner(
-            runner, Writer(SCRIPT, tokenizer), page_size=16, num_pages=runner.storage.num_pages
-        )
+        sizes = Sizes(page_size=16, num_pages=runner.storage.num_pages, vocab_size=tokenizer.vocab_size)
+        return ScriptedRunner(runner, Writer(SCRIPT, tokenizer), sizes)
 
     monkeypatch.setattr("pensieve_jax.llm.assemble", functools.partial(assemble, wrap=wrap))
     with LLM(str(model), dtype="float32", config=config, progress=False) as llm:

@@ -2,11 +2,11 @@
 
     python -m pensieve_lab.programs.run_vllm_tests --sdist=vllm-0.33.0 --directory=/tmp/clients
 
-`--sdist` is the unpacked source distribution of vLLM, of 0.33.0 or newer, from the package index. Its tests are
-copied, with the names of their models replaced. What they import of vLLM is empty. Their server is one that runs
-already: the scripted model's, or the one at `--url`. The packages of the tests go to an environment below
-`--directory`. The result is no score, since many tests need vLLM's classes or a large model. The last line is
-one JSON document (see `--json`).
+`--sdist` is the unpacked source distribution of vLLM, of 0.33.0 or newer, from the package index. Its tests
+are copied, with the names of their models replaced. What they import of vLLM is empty. Their server is one
+that runs already: the scripted model's, or the one at `--url`. The packages of the tests go to an
+environment below `--directory`. The result is no score, since many tests need vLLM's classes or a large
+model. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pensieve_jax.text import Tokenizer
-from pensieve_lab.scripted.script import Script, divide
+from pensieve_lab.scripted.script import REASONING, Script, divide
 
 _log = logging.getLogger(__name__)
 _SPACE: Final = b" \n\t\r"
@@ -71,6 +71,8 @@ class Writer:
         first = self._tokenizer.encode(rest, add_bos=False)[0]
         if allows(first):
             return first
+        if rest.startswith(REASONING):  # where its mark may not stand, no letters spell it
+            return None
         spelled = rest.encode()
         for length in range(min(self._longest, len(spelled)), 0, -1):
             found = self._id_of.get(spelled[:length])
