@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -18,11 +19,13 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx
 import pytest
 import requests
 
 EMPTY = ("vllm", "torch", "tblib", "PIL", "cloudpickle", "fastapi", "schemathesis", "hypothesis", "datasets")
+HTTP_CLIENTS = [
+    importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)
+]
 FIRST_ERROR = 400
 _used: list[str] = []
 _errors: list[str] = []
@@ -105,7 +108,21 @@ def _note(method: object, url: object, status: int, text: str) -> None:
 
 def _watch() -> None:
     """Note all answers that are errors."""
-    send, send_async, send_requests = httpx.Client.send, httpx.AsyncClient.send, requests.Session.send
+    for client in HTTP_CLIENTS:
+        _watch_client(client)
+    send = requests.Session.send
+
+    def plain(self: Any, request: Any, **options: Any) -> Any:
+        answer = send(self, request, **options)
+        _note(request.method, request.url, answer.status_code, answer.text)
+        return answer
+
+    requests.Session.send = plain
+
+
+def _watch_client(http: Any) -> None:
+    """Note the errors that clients of httpx, or of its successor, are answered."""
+    send, send_async = http.Client.send, http.AsyncClient.send
 
     def sync(self: Any, request: Any, **options: Any) -> Any:
         answer = send(self, request, **options)
@@ -121,12 +138,7 @@ def _watch() -> None:
             _note(request.method, request.url, answer.status_code, answer.text)
         return answer
 
-    def plain(self: Any, request: Any, **options: Any) -> Any:
-        answer = send_requests(self, request, **options)
-        _note(request.method, request.url, answer.status_code, answer.text)
-        return answer
-
-    httpx.Client.send, httpx.AsyncClient.send, requests.Session.send = sync, asynchronous, plain
+    http.Client.send, http.AsyncClient.send = sync, asynchronous
 
 
 _watch()
