@@ -26,7 +26,7 @@ from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
-from pensieve_jax.server.openai.schemas import ChatBody
+from pensieve_jax.server.openai.schemas import ChatBody, rendering
 from pensieve_jax.server.turns.checks import (
     check_metadata,
     check_model,
@@ -35,11 +35,13 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
-from pensieve_jax.server.turns.items import item_of
+from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.text.messages import num_characters
+from pensieve_jax.text.tools import num_tool_characters
 
 
 async def create_chat_completion(call: HttpRequest) -> HttpResponse:
@@ -66,7 +68,9 @@ class ChatCompletion:
         self._owner = call.owner
         self._body = body
         check_metadata(body.metadata)
-        self._messages = body.context()
+        self._messages, self._template_input = rendering(
+            body, body.messages, call.services.chat_format, body.reasoning_effort
+        )
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
         self._created = int(self._services.now_s())
@@ -74,8 +78,8 @@ class ChatCompletion:
 
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
-        num_characters = sum(len(message["content"]) for message in self._messages)
-        estimate = WorkEstimate(is_long(num_characters, len(self._messages)), has_reply(self._messages))
+        length = num_characters(self._messages) + num_tool_characters(self._template_input.tools)
+        estimate = WorkEstimate(is_long(length, len(self._messages)), has_reply(self._messages))
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
@@ -92,7 +96,7 @@ class ChatCompletion:
                 self._owner,
                 start,
                 num_turns=self._body.num_choices,
-                num_tokens=num_characters // 4,
+                num_tokens=length // 4,
                 max_tokens=self._max_tokens,
                 num_shared=self._body.num_choices,
                 wait=self._wait,
@@ -158,6 +162,7 @@ class ChatCompletion:
                 durable=services.settings.chat_history == "durable" if store is None else store,
                 memory=memory,
                 token_limit=context_token_limit(services),
+                template_input=self._template_input,
             )
         except ChatTemplateError as error:
             raise template_error(error, self._messages, "messages") from error
@@ -186,7 +191,7 @@ class ChatCompletion:
             return None
         services = self._services
         echo = completion_echo(services.model_name, params, self._body.metadata)
-        items = map(item_of, context.messages)
+        items = items_of(context.messages)
         return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())
 
     def _head(self, kind: str) -> dict[str, Any]:
