@@ -26,9 +26,10 @@ MAX_STOP_TOKEN_IDS = 1024
 _MAX_INT = 2**31 - 1
 _TABLE_KEY: Final = "sampling"
 
-COMPLETIONS, RESPONSES = "completions", "responses"
-ROUTES: Final = (COMPLETIONS, RESPONSES)
-"""The server's routes for sampling fields: Chat Completions and Completions together, and Responses."""
+COMPLETIONS, RESPONSES, MESSAGES = "completions", "responses", "messages"
+ROUTES: Final = (COMPLETIONS, RESPONSES, MESSAGES)
+"""The server's routes for sampling fields: Chat Completions and Completions together, Responses, and the
+Messages of Anthropic's API."""
 
 
 class Column(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 from pensieve_jax.core.errors import ChatTemplateError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.async_engine import AsyncTurn
@@ -30,6 +31,7 @@ from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
+from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
@@ -51,15 +53,19 @@ class MessageTurns:
         num_replies: int = 1,
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
+        template_input: TemplateInput = NO_INPUT,
+        paths: Sequence[str] | None = None,
     ) -> None:
         """Prepare the turns of a request.
 
         Args:
           call: the request.
-          messages: the whole context, with role and text only.
+          messages: the whole context, of well-formed messages.
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
+          template_input: what the chat template gets beside the messages.
+          paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
         self._services = call.services
@@ -67,8 +73,11 @@ class MessageTurns:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._messages = messages
+        self._num_characters = num_characters(messages)
+        self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
+        self._paths = paths
         is_durable = call.services.settings.chat_history == "durable"
         self._is_durable = is_durable if store is None else store
 
@@ -79,15 +88,10 @@ class MessageTurns:
           params_of: see `ParamsOf`.
           max_tokens: limit of each reply if the client gave one.
         """
-        num_characters = sum(len(message["content"]) for message in self._messages)
-        estimate = WorkEstimate(is_long(num_characters, len(self._messages)), has_reply(self._messages))
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
-                self._services.engine,
-                self._find,
-                partial(self._specs, params_of),
-                run_cpu=partial(self._services.run_cpu, self._owner, estimate),
+                self._services.engine, self._find, partial(self._specs, params_of), run_cpu=self._run_cpu
             )
             return turns
 
@@ -96,7 +100,7 @@ class MessageTurns:
             self._owner,
             start,
             num_turns=self._num_replies,
-            num_tokens=num_characters // 4,
+            num_tokens=self._num_characters // 4,
             max_tokens=max_tokens,
             num_shared=self._num_replies,
             wait=self._wait,
@@ -110,6 +114,11 @@ class MessageTurns:
         self._notes.counts |= usage
         return usage
 
+    async def num_context_tokens(self) -> int:
+        """Return the number of tokens of the context, however long it is; raise ApiError."""
+        resolved = await self._run_cpu(partial(self._resolve, token_limit=None), Memory.ALL)
+        return resolved.num_context_tokens
+
     def parts(self, index: int, text: str) -> ReplyParts:
         """Return the parts of a reply's text; a prefill is no part of it."""
         context = self.contexts[index]
@@ -117,10 +126,18 @@ class MessageTurns:
 
     # Private methods
 
+    async def _run_cpu(self, work: Callable[[Memory], ResolvedContext], memory: Memory) -> ResolvedContext:
+        messages = self._messages
+        estimate = WorkEstimate(is_long(self._num_characters, len(messages)), has_reply(messages))
+        return await self._services.run_cpu(self._owner, estimate, work, memory)
+
     def _find(self, memory: Memory) -> ResolvedContext:
-        services = self._services
         if memory is not Memory.ALL:
-            services.metrics.rebuilt("turn_lost")
+            self._services.metrics.rebuilt("turn_lost")
+        return self._resolve(memory, token_limit=context_token_limit(self._services))
+
+    def _resolve(self, memory: Memory, *, token_limit: int | None) -> ResolvedContext:
+        services = self._services
         try:
             return services.resolver.resolve(
                 self._owner,
@@ -128,10 +145,11 @@ class MessageTurns:
                 epoch=services.engine.epoch,
                 durable=self._is_durable,
                 memory=memory,
-                token_limit=context_token_limit(services),
+                token_limit=token_limit,
+                template_input=self._template_input,
             )
         except ChatTemplateError as error:
-            raise template_error(error, self._messages, "messages") from error
+            raise template_error(error, self._messages, "messages", self._paths) from error
 
     def _specs(self, params_of: ParamsOf, resolved: ResolvedContext) -> list[TurnSpec]:
         """Return one turn for each reply."""
