@@ -110,10 +110,9 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "structured output, penalties, logit bias, audio, reasoning effort", is_refusal=True)
+@case(CHATS, "penalties, logit bias, audio, reasoning effort", is_refusal=True)
 async def refused_parameters(client: Any) -> None:
     for name, value in (
-        ("response_format", {"type": "json_object"}),
         ("frequency_penalty", 0.5),
         ("logit_bias", {"5": 1}),
         ("modalities", ["audio"]),

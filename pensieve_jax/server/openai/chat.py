@@ -39,6 +39,7 @@ from pensieve_jax.server.turns.items import item_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import choice_params, completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
+from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
 
 
@@ -46,7 +47,8 @@ async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    completion = await call.run_cpu(ChatCompletion, call, body)
+    form = await asked_form(call, body)
+    completion = await call.run_cpu(ChatCompletion, call, body, form)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -56,10 +58,10 @@ ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
 class ChatCompletion:
     """One chat completion request, from its messages to its response. It is a `WireFormat`."""
 
-    fields: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
-
-    def __init__(self, call: HttpRequest, body: ChatBody) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
+        """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
+        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **asked.fields}
+        self._form = asked.form
         self._services = call.services
         self._notes = call.notes
         self._wait = call.unless_gone
@@ -173,6 +175,7 @@ class ChatCompletion:
             services.defaults,
             max_tokens=self._max_tokens or max(1, room),
             logprobs=self._num_logprobs,
+            structured=self._form,
         )
         return [
             context.spec(one, self._attachment(context, one))

@@ -270,7 +270,6 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
         ({"frequency_penalty": 0.5}, 400, "unsupported_parameter", "frequency_penalty"),
         ({"logit_bias": {"1": 2}}, 400, "unsupported_parameter", "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
         ({"service_tier": "flex"}, 400, "unsupported_parameter", "service_tier"),
         ({"stream_options": {"include_usage": 1}}, 400, "invalid_value", "stream_options.include_usage"),
         ({"previous_response_id": "resp_x"}, 400, "unsupported_parameter", "previous_response_id"),
