@@ -96,7 +96,7 @@ def make_services(
         metrics=metrics,
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer),
-        defaults=model_defaults(info.source),
+        defaults=model_defaults(info.source, penalties=info.limits.penalties),
         resolver=Resolver(
             tokenizer, info.fingerprint, index, is_routed=settings.is_routed, root_for=root_for
         ),
