@@ -244,11 +244,12 @@ class SamplingFields(StructuredFields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def model_defaults(source: str) -> dict[str, Any]:
+def model_defaults(source: str, *, penalties: bool = True) -> dict[str, Any]:
     """Return the default sampling parameters from the model's generation_config.json.
 
     Args:
       source: the model directory. Any other text, such as "random:<preset>", has no such file.
+      penalties: whether the engine has penalties; else those of the file are not applied.
 
     `do_sample: false` in the file means temperature 0. A warning names the settings of the file that would
     change replies and are not applied. Raises ConfigError for a file that is not a JSON object, and for an
@@ -261,7 +262,11 @@ def model_defaults(source: str) -> dict[str, Any]:
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), "unreadable", f"a JSON object ({error})") from error
-    taken = [name for name, row in sampling_table().items() if row.is_model_default]
+    rows = {name: row for name, row in sampling_table().items() if row.is_model_default}
+    taken = [name for name, row in rows.items() if penalties or row.penalty is None]
+    without_effect = dict(_NOT_APPLIED) | {
+        name: (row.penalty.off,) for name, row in rows.items() if name not in taken and row.penalty
+    }
     found = {name: values[name] for name in taken if values.get(name) is not None}
     if not isinstance(values.get("do_sample"), bool | None):
         raise ConfigError(f"{path}: do_sample", values["do_sample"], "true, false or null")
@@ -271,17 +276,20 @@ def model_defaults(source: str) -> dict[str, Any]:
         params = SamplingParams(**found)
     except InvalidRequestError as error:
         raise ConfigError(f"{path}: {error.field}", error.value, error.limit) from error
-    left_out = _left_out(values)
+    left_out = _left_out(values, without_effect)
     if left_out:
         _log.warning("%s sets %s, which this server does not apply", path, ", ".join(left_out))
     return _DEFAULTS | {name: getattr(params, name) for name in found}
 
 
-def _left_out(values: Mapping[str, Any]) -> list[str]:
-    """Return the settings that would change replies and that no engine has, as text."""
+def _left_out(values: Mapping[str, Any], settings: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return those of `settings` that would change replies and are not applied, as text.
+
+    `settings` has the values without effect of each.
+    """
     return [
         f"{name}={values[name]!r}"
-        for name, without_effect in _NOT_APPLIED.items()
+        for name, without_effect in settings.items()
         if values.get(name) is not None and values[name] not in without_effect
     ]
 
