@@ -199,6 +199,7 @@ def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
         eos_token_ids=model.eos_token_ids,
         max_logprobs=config.runner.max_logprobs,
         max_banned_ids=config.runner.max_banned_ids,
+        penalties=config.runner.penalties,
     )
 
 

@@ -160,6 +160,8 @@ def test_logprobs_are_those_of_the_content(server: ScriptedServer) -> None:
         for one in event["logprobs"]
     ]
     assert streamed == tokens
+
+
 def test_the_next_turn_continues_without_the_reasoning(server: ScriptedServer) -> None:
     first = chat(server, "so?")["choices"][0]["message"]
     for reply in (first, {"role": "assistant", "content": "Yes, it is."}):
