@@ -203,7 +203,7 @@ class ReplyDeltas:
             case CallBegun(call, name, header):
                 self.num_calls += 1
                 function: dict[str, Any] = {"name": name, "arguments": ""}
-                found = call_id(self._reply, self._turn_id, call, header)
+                found = call_id(self._turn_id, call, row=self._reply.calls, header=header)
                 return {
                     "tool_calls": [{"index": call, "id": found, "type": "function", "function": function}]
                 }
