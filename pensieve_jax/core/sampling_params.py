@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.options import KEY, Limit, OptionRow, documented, is_utf8, options_of
+from pensieve_jax.core.structured import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 # Every stop string is searched in every token's text between two steps, which delays all turns of the engine.
@@ -192,6 +193,19 @@ class SamplingParams:
         SamplingField(routes=None),
     )
 
+    structured: StructuredOutput | None = sampling_field(
+        None,
+        Limit(
+            "None or a StructuredOutput",
+            lambda value: value is None or isinstance(value, StructuredOutput),
+            must_be_stated=False,
+        ),
+        "The form that the reply must have, such as a JSON schema. The reply ends where the form is "
+        "complete, and `min_tokens` gives way there; a limit or a stop string can cut it. Not with "
+        "`ignore_eos`.",
+        SamplingField(routes=None),
+    )
+
     def __post_init__(self) -> None:
         """Raise `InvalidRequestError`, naming the field, for values that cannot be used."""
         for option in options_of(SamplingParams):
@@ -218,6 +232,8 @@ class SamplingParams:
             if not _is_int(token_id, 0, _MAX_INT):
                 limit = f"an integer from 0 to {_MAX_INT}"
                 raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, limit)
+        if self.structured is not None and self.ignore_eos:
+            raise InvalidRequestError("ignore_eos", True, "False with structured, whose form ends the reply")
         # Later code relies on the checks, and the caller may change its lists.
         for name in ("stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

@@ -84,6 +84,8 @@ def check_params(
         raise TokenizerMissingError(
             "stop strings need text, but the model has no tokenizer; use stop_token_ids."
         )
+    if params.structured is not None and tokenizer is None:
+        raise TokenizerMissingError("structured output needs text, but the model has no tokenizer.")
     if params.logprobs is not None and params.logprobs > limits.max_logprobs:
         raise InvalidRequestError(
             "logprobs", params.logprobs, f"at most {limits.max_logprobs}", f"raise {group}max_logprobs"

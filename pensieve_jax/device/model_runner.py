@@ -5,9 +5,9 @@ device between steps), and the executables.
 Does not know: requests, conversations, or which page holds which chunk; a plan contains all of that.
 Called by: the engine, through `engine.runner.Runner`, and measurements of steps.
 
-A step copies the packed plan to the device in one copy. It runs the bucket's embedding, the layers group by
-group, the logits, and the sampler of the batch's mode. One packed copy of the result back to the host starts
-at once; only `fetch` waits for it.
+`launch` copies the packed plan to the device in one copy. It runs the bucket's embedding, the layers group by
+group, and the logits. `choose` runs the sampler of the batch's mode, and one packed copy of the result to the
+host starts at once; only `fetch` waits for it.
 Right before each group of layers, the chunks that the step waits for are scattered into the group's pools.
 """
 
@@ -19,7 +19,8 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,11 +53,22 @@ from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCA
 _log = logging.getLogger(__name__)
 
 
-class StepHandle(NamedTuple):
-    """One step in flight."""
+@dataclass(eq=False, slots=True)
+class StepHandle:
+    """One step in flight.
 
-    words: jax.Array  # i32[S * (2 + 2 * K) + 1]; its copy to the host has started
-    num_samples: int  # S
+    Attributes:
+      mode: what its choice computes.
+      num_samples: S, its rows to sample.
+      scores: output of its forward pass; None after `choose`.
+      words: i32[S * (2 + 2 * K) + 1], the packed result, whose copy to the host has started; None before
+        `choose`.
+    """
+
+    mode: SamplerMode
+    num_samples: int
+    scores: Scores | None
+    words: jax.Array | None = None
 
 
 class ModelRunner:
@@ -125,6 +137,7 @@ class ModelRunner:
         self._executables = StepExecutables({}, {}, {}, {})
         self._next_step_id: int | None = None
         self._launched: jax.Array | None = None  # the result of the previous step
+        self._unchosen: StepHandle | None = None  # the launched step that waits for `choose`
         self._last_words: deque[jax.Array] = deque(maxlen=1)
         weakref.finalize(self, _await_copies, self._last_words)
         try:
@@ -170,8 +183,8 @@ class ModelRunner:
             store.tidy()
         self._prev_ids = self._no_ids()
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Start a step; see `Runner`."""
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start the forward pass of a step; see `Runner`."""
         assert self._next_step_id in (None, plan.step_id), (self._next_step_id, plan.step_id)
         self._next_step_id = plan.step_id + 1
         flags = plan.flags
@@ -180,8 +193,24 @@ class ModelRunner:
         )
         return self._launch(plan, mode)
 
+    def choose(self, handle: StepHandle, words: np.ndarray | None) -> None:
+        """Start the choice of a launched step's ids; see `Runner`."""
+        assert handle is self._unchosen and handle.scores is not None, "not the last launched step"
+        assert words is None, "masks are not supported"
+        self._unchosen, scores, handle.scores = None, handle.scores, None
+        try:
+            run = self._executables.choose[handle.num_samples, handle.mode]
+            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
+            if self._device.platform != "cpu":  # a CPU result is read in place
+                result.copy_to_host_async()
+            self._launched = handle.words = result
+            self._last_words.append(result)
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("a step could not be started", error) from error
+
     def fetch(self, handle: StepHandle) -> StepResult:
         """Wait for a step and return its result; see `Runner`."""
+        assert handle.words is not None, "its ids were not chosen"
         try:
             # `np.asarray` reads one device's copy; only `block_until_ready` raises another device's error.
             words = np.asarray(handle.words.block_until_ready())
@@ -200,7 +229,7 @@ class ModelRunner:
             self._prev_ids = self._no_ids()
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("the device could not be prepared for steps again", error) from error
-        self._next_step_id = self._launched = None
+        self._next_step_id = self._launched = self._unchosen = None
 
     @property
     def pools(self) -> list[jax.Array]:
@@ -233,10 +262,10 @@ class ModelRunner:
         }
 
     def forward(self, plan: StepPlan) -> Scores:
-        """Start the layers of a step without its sampler. `dispatch` and measurements use it.
+        """Start the layers of a step without its sampler. `launch` and measurements use it.
 
         Raises:
-          StepFailedError: as in `dispatch`.
+          StepFailedError: as in `launch`.
         """
         bucket, programs, executables = plan.layout.num_tokens, self._programs, self._executables
         try:
@@ -280,20 +309,14 @@ class ModelRunner:
         with self._budget.out_of_memory_as_config_error(self._step_bytes):
             self._transfers.rehearse()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
-                self.fetch(self._launch(self._empty_plan(layout), mode))
+                handle = self._launch(self._empty_plan(layout), mode)
+                self.choose(handle, None)
+                self.fetch(handle)
 
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
-        scores, layout = self.forward(plan), plan.layout
-        try:
-            run = self._executables.choose[layout.max_num_samples, mode]
-            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
-            if self._device.platform != "cpu":  # a CPU result is read in place
-                result.copy_to_host_async()
-            self._launched = result
-            self._last_words.append(result)
-        except jax.errors.JaxRuntimeError as error:
-            raise step_failed("a step could not be started", error) from error
-        return StepHandle(result, layout.max_num_samples)
+        assert self._unchosen is None, "the ids of the step before were not chosen"
+        self._unchosen = StepHandle(mode, plan.layout.max_num_samples, self.forward(plan))
+        return self._unchosen
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """Return a plan without rows; it writes and samples nothing."""

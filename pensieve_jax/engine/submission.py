@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.late_rows import LateRow
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
@@ -25,6 +27,7 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.grammar import Grammars
 
 type _Choice = tuple[str, str | None, tuple[int, ...], int | None]
 
@@ -39,8 +42,10 @@ class TurnSubmitter:
         placer: TurnPlacer,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
+        grammars: Grammars | None,
     ) -> None:
         """Submit into `loop` and `ledger`."""
+        self._grammars = grammars
         self._loop = loop
         self._ledger = ledger
         self._placer = placer
@@ -48,19 +53,30 @@ class TurnSubmitter:
         self._tokenizer = tokenizer
 
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """Queue turns in order; raises the errors of `check_turns` and HistoryError, with nothing queued."""
+        """Queue turns in order; with nothing queued on errors.
+
+        Raises the errors of `check_turns` and of `Grammars.compile`, and HistoryError.
+        """
         places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
+        rows = [self._late_row(spec.params) for spec in specs]
         turns: list[Turn] = []
         try:
-            for spec, placed in self._placer.each(specs, places):
-                turns.append(self._queue(spec, placed))
+            for (spec, placed), row in zip(self._placer.each(specs, places), rows, strict=True):
+                turns.append(self._queue(spec, placed, row))
         except PensieveError:
             for turn in turns:
                 self._ledger.cancel(turn.reply)
             raise
         return turns
 
-    def _queue(self, spec: TurnSpec, placed: PlacedTurn) -> Turn:
+    def _late_row(self, params: SamplingParams) -> LateRow | None:
+        """Return the masks of a new turn, or None."""
+        if params.structured is None or self._grammars is None:
+            return None
+        ending_ids = params.ending_ids(self._limits.eos_token_ids)
+        return self._grammars.compile(params.structured).row(ending_ids, params.min_tokens)
+
+    def _queue(self, spec: TurnSpec, placed: PlacedTurn, row: LateRow | None) -> Turn:
         params = spec.params
         request = self._loop.submit(
             placed.live.conversation,
@@ -77,7 +93,7 @@ class TurnSubmitter:
             # The request is queued and its conversation is busy, so undo both by cancelling the turn.
             self._ledger.cancel(self._ledger.enter(ReplyState(request, None, *rest)).reply)
             raise
-        return self._ledger.enter(reply)
+        return self._ledger.enter(reply, row)
 
 
 class TurnPlacer:

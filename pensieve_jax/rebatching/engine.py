@@ -216,6 +216,8 @@ class RebatchingEngine:
                 most,
             )
         check_params(params, self._limits, self._tokenizer, group="")
+        if params.structured is not None:
+            raise InvalidRequestError("structured", params.structured, "None in padded batches")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise InvalidRequestError(
                 f"priorities{place}" if place else "priority",

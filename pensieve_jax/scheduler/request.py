@@ -43,7 +43,8 @@ class Request:
       ending_ids: ids that end the reply; they are banned before `min_tokens`.
       num_history_tokens: length of the history.
       num_prompt_end: length of history + prompt.
-      num_unending: length up to which the last granted token may not end the reply, because of `min_tokens`.
+      num_unending: length up to which the last granted token may not end the reply, because of `min_tokens`;
+        the plan bans its ending ids there.
       max_total_tokens: length at which the turn ends with "length".
       holes: token intervals of the history to recompute, ascending.
       is_decoding: whether it sampled a token and was not suspended since. If so, it misses only its last
@@ -102,7 +103,9 @@ class Request:
         self.token_ids = conversation.token_ids
         self.num_history_tokens = conversation.num_history_tokens
         self.num_prompt_end = len(conversation.token_ids)
-        self.num_unending = self.num_prompt_end + params.min_tokens
+        # The masks of a structured reply forbid ending ids themselves.
+        min_tokens = 0 if params.structured is not None else params.min_tokens
+        self.num_unending = self.num_prompt_end + min_tokens
         self.max_total_tokens = min(self.num_prompt_end + params.max_tokens, max_context_tokens)
         self.status = RequestStatus.WAITING
         self.holes: Intervals = []

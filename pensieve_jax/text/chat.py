@@ -27,6 +27,7 @@ reasoning, replaces the end of the conversation from there on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -38,8 +39,11 @@ from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.shared_text import shared_text
 from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers, reasoning_format, tool_format
 
 _PLACEHOLDER: Final = "MessageStandsHere"
+_MAX_IDS_OF_MARK: Final = 32
+"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
 
 
 class EarlierTurn(NamedTuple):
@@ -73,10 +77,22 @@ class TurnPrompt(NamedTuple):
 
 
 class ChatFormat:
-    """The chat template of one tokenizer. It stores nothing between calls; threads may share it."""
+    """The chat template of one tokenizer. It stores nothing between calls; threads may share it.
 
-    def __init__(self, tokenizer: Tokenizer | None, *, now: Callable[[], datetime] = datetime.now) -> None:
+    Attributes:
+      tool_format, reasoning_format: how the model writes calls and reasoning; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        parsers: Parsers = AUTOMATIC,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         """Compile the template; its `strftime_now` uses `now`, which is read once per turn.
+
+        `parsers` names the formats of calls and of reasoning; the template says which "auto" stands for.
 
         Raises TokenizerMissingError, and ChatTemplateError for a missing or broken template.
         """
@@ -92,6 +108,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._now = now
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        self.tool_format = tool_format(parsers.calls, tokenizer.chat_template)
+        self.reasoning_format = reasoning_format(parsers.reasoning, tokenizer.chat_template)
 
     def turn_prompt(
         self,
@@ -231,6 +249,34 @@ class ChatFormat:
                 "left out, since the model's chat template takes no tools",
             )
         self._template.check_arguments(template_input.arguments, arguments_field)
+
+    def with_calls(self, template_input: TemplateInput, *, has_one_call: bool = False) -> TemplateInput:
+        """Return the input of a turn whose reply may call its tools.
+
+        Without tools, or if it is not known how the model writes calls, it is returned unchanged.
+
+        Args:
+          template_input: what the template gets.
+          has_one_call: whether calls after the first are dropped.
+        """
+        if not template_input.tools or self.tool_format is None:
+            return template_input
+        reply = replace(template_input.reply, calls=self.tool_format.name, has_one_call=has_one_call)
+        return replace(template_input, reply=reply)
+
+    def with_reasoning(self, template_input: TemplateInput, prompt_token_ids: Sequence[int]) -> TemplateInput:
+        """Return the input of a turn with how its reply marks reasoning.
+
+        The prompt may end with the mark that begins it.
+        """
+        if self.reasoning_format is None:
+            return template_input
+        mark, is_open = self.reasoning_format.start, False
+        if mark and template_input.prefill is None:
+            end = self._tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
+            is_open = end.rstrip().endswith(mark)
+        reply = replace(template_input.reply, reasoning=self.reasoning_format.name, is_open=is_open)
+        return replace(template_input, reply=reply)
 
     def reads(self, variable: str) -> bool:
         """Return whether the template reads a variable of this name."""

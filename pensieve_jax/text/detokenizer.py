@@ -10,8 +10,9 @@ lack bytes; then the text ends with U+FFFD, and it waits for the character's end
 fallback decode a run of byte tokens as a whole, where one bad byte turns every character of the run into
 U+FFFD; then the text waits for the run's end.
 
-Control tokens are not text, but a stop string may contain the spelling of one. Such a string is also searched
-in the text with control tokens written out.
+Control tokens are not text, except those that the caller wants shown, such as the marks of tool calls. A stop
+string may contain the spelling of any. Such a string is also searched in the text with control tokens written
+out.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ class IncrementalDetokenizer:
         completed first, and the longest of those. This does not depend on how the text is split into tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Start without text; raise InvalidRequestError unless `stop` is a list of non-empty strings."""
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Sequence[str] = ()) -> None:
+        """Start without text; the control tokens in `shown` are written out.
+
+        Raises InvalidRequestError unless `stop` is a list of non-empty strings.
+        """
         if isinstance(stop, str):
             raise InvalidRequestError("stop", stop, "a list of strings", "put the string into a list")
         for index, string in enumerate(stop):
@@ -42,7 +46,9 @@ class IncrementalDetokenizer:
                 raise InvalidRequestError(f"stop[{index}]", string, "a non-empty string")
         self.stop_string: str | None = None
         self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_ids
+        self._hidden_ids = tokenizer.special_ids
+        if shown:
+            self._hidden_ids -= tokenizer.control_ids(shown)
         self._stop = tuple(_StopString(string) for string in stop)
         self._written_stop = tuple(
             _WrittenStop(string) for string in stop if tokenizer.has_control_token(string)
@@ -65,7 +71,7 @@ class IncrementalDetokenizer:
         """
         if self.stop_string is not None:
             return ""
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return self._push_control(token_id, may_stop=may_stop) if self._written_stop else ""
         if self._tokenizer.token_text(token_id) is None:
             return ""  # outside the vocabulary; in a window it would stand for text that does not exist

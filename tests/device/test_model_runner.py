@@ -117,7 +117,7 @@ class Stepper:
         self.runner = runner
         self.num_steps = 0
 
-    def dispatch(self, *rows, logprobs=False):
+    def start(self, *rows, logprobs=False):
         num_tokens = sum(row.end - row.start for row in rows)
         bucket = min(bucket for bucket in self.buckets if bucket >= num_tokens)
         plan = StepPlan(self.runner.layouts[bucket], self.num_steps, self.runner.storage.padding_slot)
@@ -125,11 +125,13 @@ class Stepper:
         self._fill(plan, rows, num_tokens)
         plan.flags[FLAG_LOGPROBS] = logprobs
         self.runner.fill_tiles(plan)
-        return self.runner.dispatch(plan)
+        handle = self.runner.launch(plan)
+        self.runner.choose(handle, None)
+        return handle
 
     def step(self, *rows, logprobs=False):
         """Run one step and append what was sampled."""
-        result = self.runner.fetch(self.dispatch(*rows, logprobs=logprobs))
+        result = self.runner.fetch(self.start(*rows, logprobs=logprobs))
         for row, token_id in zip([row for row in rows if row.samples], result.token_ids, strict=False):
             row.talk.ids.append(int(token_id))
             row.talk.outputs.append(int(token_id))
@@ -225,14 +227,14 @@ def test_steps_chain_without_fetching(num_devices):
     """Ids pass from step to step on the device, to other rows and buckets; they are fetched at the end."""
     stepper = Stepper(runner_for("llama-tiny", num_devices))
     talks = [Talk(random_ids(12, seed=5), pages=[1, 2]), Talk(random_ids(19, seed=6), pages=[3, 4])]
-    handles = [stepper.dispatch(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks))]
+    handles = [stepper.start(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks))]
     for num_done in range(1, 5):
         rows = []
         for i, talk in enumerate(talks):
             length = len(talk.ids) + num_done
             prev_sample = i if num_done % 2 else 1 - i  # the rows change places with every step
             rows.append(Row(talk, length - 1, length, samples=True, prev_sample=prev_sample))
-        handles.append(stepper.dispatch(*(rows[::-1] if num_done % 2 else rows)))
+        handles.append(stepper.start(*(rows[::-1] if num_done % 2 else rows)))
     results = [stepper.runner.fetch(handle) for handle in handles]
     for i, talk in enumerate(talks):
         talk.outputs = [int(result.token_ids[i ^ (step % 2)]) for step, result in enumerate(results)]

@@ -56,6 +56,8 @@ def main() -> int:
             ready.set()  # stops the thread, which would mistake the close of this socket for the front end's
         if start.log_format is not None:
             log_uncaught()  # from now on, an error's message might quote a prompt
+        if parts.engine.grammars is not None:
+            parts.engine.grammars.prepare()  # up to a second, which would delay every stream later
         gc.collect()
         gc.freeze()  # existing objects are permanent, so the collector need not scan them again
         EngineServer(parts.engine, parts.tokenizer, front, info=_info(parts, start)).run()

@@ -295,16 +295,16 @@ class Completion:
     def first_choices(self) -> Iterable[bytes]:
         return ()
 
-    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
+    def choices(self, index: int, delta: AsyncDelta) -> Iterable[bytes]:
         """Return text, logprobs and token ids; some token ids have no text."""
         if not delta.text and not delta.logprobs and not self._body.return_token_ids:
-            return None
+            return ()
         token_ids = delta.token_ids if self._body.return_token_ids else None
-        return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
+        return (_choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids),)
 
-    def last_choice(self, index: int, reason: FinishReason) -> bytes:
+    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
         """Return the last chunk of a choice, with only its finish reason."""
-        return _choice(index, "", reason=reason)
+        return (_choice(index, "", reason=reason),)
 
     # Private methods
 

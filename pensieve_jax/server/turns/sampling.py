@@ -356,5 +356,6 @@ def completion_usage(usages: Sequence[Usage], num_shared: int = 1) -> dict[str, 
         "completion_tokens": num_reply,
         "total_tokens": num_prompt + num_reply,
         "prompt_tokens_details": {"cached_tokens": sum(map(num_cached_tokens, prompts))},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
         "pensieve": token_sources(usages),
     }
