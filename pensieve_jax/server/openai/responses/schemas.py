@@ -62,7 +62,7 @@ class Reasoning(Body, kw_only=True):
 
 
 class ResponseTool(Body, kw_only=True):
-    """A tool in the form of the Responses API. `strict` is no text for the model."""
+    """A tool in the form of the Responses API. Templates do not get `strict`."""
 
     type: str
     name: str | None = None
