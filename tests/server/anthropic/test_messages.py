@@ -304,13 +304,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"speed": "fast"}, 400, "invalid_request_error", "unsupported_parameter", "speed"),
         (
-            {"output_config": {"format": {"type": "json_schema"}}},
-            400,
-            "invalid_request_error",
-            "unsupported_parameter",
-            "output_config.format",
-        ),
-        (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             400,
             "invalid_request_error",

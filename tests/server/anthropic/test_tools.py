@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
 import pytest
 
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.anthropic.reply import SIGNATURE
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
@@ -169,6 +171,62 @@ def test_a_call_that_the_limit_cuts():
     _, message = ask(harness, asking([ASK], max_tokens=50))
     (use,) = message["content"]
     assert message["stop_reason"] == "max_tokens" and "INVALID_JSON" in use["input"]
+
+
+def form_of(harness: Harness) -> StructuredOutput | None:
+    return harness.engine.turns[-1].spec.params.structured
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "any"}, {"look_up", "now"}),
+        ({"type": "tool", "name": "now"}, {"now"}),
+        ({"type": "auto"}, None),
+        ({"type": "none"}, None),
+    ],
+)
+def test_a_choice_may_demand_a_call(choice, names):
+    harness = harness_of(CALL)
+    status, _ = ask(harness, asking([ASK], tool_choice=choice))
+    form = form_of(harness)
+    assert status == 200 and (form is None) == (names is None)
+    if form is not None:
+        assert form.kind == "grammar" and form.after == ""
+        assert {name for name in ("look_up", "now") if f'"{name}"' in form.text} == names
+
+
+SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_a_reply_may_have_the_form_of_a_schema(in_config):
+    harness = harness_of('{"word": "chunk"}')
+    form = {"type": "json_schema", "schema": SCHEMA}
+    fields = {"output_config": {"format": form}} if in_config else {"output_format": form}
+    status, message = ask(harness, body_of([ASK], **fields))
+    assert status == 200 and json.loads(message["content"][0]["text"]) == {"word": "chunk"}
+    assert form_of(harness) == StructuredOutput.json_schema(SCHEMA)
+
+
+@pytest.mark.parametrize(("kind", "after"), [("adaptive", "</think>"), ("disabled", "")])
+def test_a_form_begins_behind_the_reasoning(kind, after):
+    harness = harness_of('{"word": "chunk"}', template=QWEN3)
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    ask(harness, body_of([ASK], output_config=form, thinking={"type": kind}))
+    found = form_of(harness)
+    assert found is not None and found.after == after
+
+
+@pytest.mark.parametrize(
+    ("schema", "code"),
+    [({"type": 5}, "invalid_value"), ({"not": {"type": "string"}}, "unsupported_parameter")],
+)
+def test_a_schema_that_is_refused_is_named(schema, code):
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    status, body = ask(harness_of(), body_of([ASK], output_config=form))
+    assert status == 400
+    assert body["error"]["details"] == {"error_code": code, "param": "output_config.format.schema"}
 
 
 @pytest.mark.parametrize(
