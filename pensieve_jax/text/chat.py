@@ -26,7 +26,7 @@ reasoning, replaces the end of the conversation from there on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
@@ -281,6 +281,11 @@ class ChatFormat:
     def reads(self, variable: str) -> bool:
         """Return whether the template reads a variable of this name."""
         return variable in self._template.variables
+
+    def mentions(self, words: Iterable[str]) -> bool:
+        """Return whether any of these words stands in the template's source."""
+        source = self._tokenizer.chat_template or ""
+        return any(word in source for word in words)
 
     def _reply(self, turn: EarlierTurn) -> Message:
         if turn.reply is not None:

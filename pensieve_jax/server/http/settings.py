@@ -34,8 +34,9 @@ class ServerSettings:
         in the history.
       max_index_bytes: memory for the index that finds the turn a request continues from; the history has all
         durable turns.
-      tools: how to treat tools in requests, since the model calls none: "refuse" rejects the request, naming
-        the field; "ignore" serves it without them. A request that demands a call is always rejected.
+      tools: how to treat tools in requests: "auto" renders them, and rejects the request if the model's chat
+        template takes none; "ignore" serves the request without them. A request that demands a call is always
+        rejected.
       tool_call_parser, reasoning_parser: as in `EngineConfig`.
       max_body_bytes: size limit of a request body.
       body_timeout_s: time limit for receiving a body.
@@ -58,7 +59,7 @@ class ServerSettings:
     served_model_name: str | None = None
     chat_history: str = "memory"
     max_index_bytes: int = MAX_INDEX_BYTES
-    tools: str = "refuse"
+    tools: str = "auto"
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     max_body_bytes: int = MAX_BODY_BYTES
@@ -76,8 +77,8 @@ class ServerSettings:
         """Raise ConfigError for invalid values, and for a public address without keys."""
         if self.chat_history not in ("memory", "durable"):
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
-        if self.tools not in ("refuse", "ignore"):
-            raise ConfigError("tools", self.tools, "refuse or ignore")
+        if self.tools not in ("auto", "ignore"):
+            raise ConfigError("tools", self.tools, "auto or ignore")
         tool_format(self.tool_call_parser, None)
         reasoning_format(self.reasoning_parser, None)
         for origin in self.cors_origin:

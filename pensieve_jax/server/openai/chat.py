@@ -22,7 +22,7 @@ from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
-from pensieve_jax.server.openai.schemas import ChatBody
+from pensieve_jax.server.openai.schemas import ChatBody, rendering
 from pensieve_jax.server.turns.checks import check_metadata, check_model
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
@@ -59,8 +59,14 @@ class ChatCompletion:
         self._services = call.services
         self._body = body
         check_metadata(body.metadata)
+        messages, given = rendering(body, body.messages, call.services.chat_format, body.reasoning_effort)
         self._turns = MessageTurns(
-            call, body.context(), num_replies=body.num_choices, store=body.store, metadata=body.metadata
+            call,
+            messages,
+            given,
+            num_replies=body.num_choices,
+            store=body.store,
+            metadata=body.metadata,
         )
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()

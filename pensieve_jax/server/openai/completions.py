@@ -43,7 +43,12 @@ from pensieve_jax.server.turns.checks import (
 )
 from pensieve_jax.server.turns.items import stored_item
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
-from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
+from pensieve_jax.server.turns.sampling import (
+    TEMPLATE_FIELDS,
+    SamplingFields,
+    choice_params,
+    completion_usage,
+)
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text.token_texts import TokenOffsets
@@ -59,6 +64,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
+        **TEMPLATE_FIELDS,
         "add_special_tokens": (True,),
     }
     MISPLACED: ClassVar[Mapping[str, str]] = {

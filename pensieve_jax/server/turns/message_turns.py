@@ -27,7 +27,7 @@ from pensieve_jax.server.turns.checks import (
     template_error,
 )
 from pensieve_jax.server.turns.forms import behind_reasoning
-from pensieve_jax.server.turns.items import item_of
+from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
@@ -35,6 +35,7 @@ from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
+from pensieve_jax.text.tools import num_tool_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
 """Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
@@ -51,11 +52,11 @@ class MessageTurns:
         self,
         call: HttpRequest,
         messages: Sequence[Message],
+        template_input: TemplateInput = NO_INPUT,
         *,
         num_replies: int = 1,
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
-        template_input: TemplateInput = NO_INPUT,
         paths: Sequence[str] | None = None,
     ) -> None:
         """Prepare the turns of a request.
@@ -63,10 +64,10 @@ class MessageTurns:
         Args:
           call: the request.
           messages: the whole context, of well-formed messages.
+          template_input: what the template gets beside them.
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
-          template_input: what the chat template gets beside the messages.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
@@ -75,7 +76,7 @@ class MessageTurns:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._messages = messages
-        self._num_characters = num_characters(messages)
+        self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
         self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
@@ -182,5 +183,5 @@ class MessageTurns:
             return None
         services = self._services
         echo = completion_echo(services.model_name, params, self._metadata)
-        items = map(item_of, context.messages)
+        items = items_of(context.messages)
         return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())

@@ -92,6 +92,45 @@ def test_a_loop_of_calls_keeps_all_its_tokens(stream):
     assert text.count("<tool_call>") == 3 and text.count("<tool_response>") == 3 and "Thanks!" in text
 
 
+def test_a_conversation_with_tools_has_the_tokens_of_the_chat_route():
+    """The same messages in OpenAI's form continue the same turn."""
+    harness = harness_of(f"Let me see.\n{CALL}", "A part.", "Bye.")
+    _, message = ask(harness, asking([ASK], system="Be brief."))
+    use = message["content"][1]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "a part of a page"}
+    history = [
+        ASK,
+        {"role": "assistant", "content": message["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    _, message = ask(harness, asking(history, system="Be brief."))
+    arguments = json.dumps(use["input"])
+    call = {"id": use["id"], "type": "function", "function": {"name": use["name"], "arguments": arguments}}
+    functions = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                **({"description": tool["description"]} if "description" in tool else {}),
+                "parameters": tool["input_schema"],
+            },
+        }
+        for tool in TOOLS
+    ]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        ASK,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "content": "a part of a page", "tool_call_id": use["id"]},
+        {"role": "assistant", "content": "A part."},
+        {"role": "user", "content": "Bye"},
+    ]
+    sent = {"model": "fake", "messages": chat, "tools": functions}
+    status, _ = ask(harness, sent, "/v1/chat/completions")
+    turns = harness.engine.turns
+    assert status == 200 and turns[2].spec.node.parent_id == turns[1].turn_id
+
+
 def test_tools_are_counted():
     harness = harness_of("Hi.")
     ask(harness, asking([ASK]))
@@ -260,7 +299,8 @@ def test_a_result_without_its_call_is_refused():
 
 def test_a_template_without_tools_refuses_them():
     status, body = ask(Harness(ROUTES), asking([ASK]))
-    assert status == 400 and body["error"]["details"] == {"error_code": "invalid_value", "param": "tools"}
+    assert status == 400
+    assert body["error"]["details"] == {"error_code": "unsupported_parameter", "param": "tools"}
 
 
 def test_effort_is_ignored_by_a_template_without_it():
