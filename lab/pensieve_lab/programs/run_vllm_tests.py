@@ -5,8 +5,8 @@
 `--sdist` is the unpacked source distribution of vLLM, of 0.33.0 or newer, from the package index. Its tests
 are copied, with the names of their models replaced. What they import of vLLM is empty. Their server is one
 that runs already: the scripted model's, or the one at `--url`. The packages of the tests go to an
-environment below `--directory`. The result is no score, since many tests need vLLM's classes or a large
-model. The last line is one JSON document (see `--json`).
+environment below `--directory`. Many tests need vLLM's classes or a large model, so their number is not a
+score. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pensieve_lab.vllm_tests.outcomes import TestResult, result_of
 
 FLAGS = flags.FLAGS
 _MODEL: Final = "scripted"
-_SCRIPT: Final = Path(__file__).parents[1] / "vllm_tests" / "script.toml"
+SCRIPT: Final = Path(__file__).parents[1] / "vllm_tests" / "script.toml"
 _LAUNCHER: Final = ("-m", "pensieve_lab.programs.serve_scripted")
 _SIZES: Final = ("--dtype=float32", "--gpu_pages=4000", "--max_num_running=8", "--token_buckets=16,512")
 _PACKAGES: Final = (
@@ -60,8 +60,8 @@ def server(directory: Path) -> Iterator[tuple[str, str, Path]]:
         return
     tokenizer = directory / "vllm_tests_model"
     tokenizer.mkdir(exist_ok=True)
-    make_model(tokenizer, _SCRIPT)
-    given = [f"--script={_SCRIPT}", *shlex.split(FLAGS.server_flags)]
+    make_model(tokenizer, SCRIPT)
+    given = [f"--script={SCRIPT}", *shlex.split(FLAGS.server_flags)]
     with (
         tempfile.TemporaryDirectory() as private,
         ServedProcess([*_SIZES, f"--history={private}/chats.sqlite", *given], _LAUNCHER) as served,

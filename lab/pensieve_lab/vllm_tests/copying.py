@@ -18,7 +18,7 @@ from pensieve_jax import ConfigError
 
 SELECTION: Final = Path(__file__).with_name("selection.toml")
 _STAND_IN: Final = Path(__file__).with_name("stand_in")
-_ENTRYPOINTS: Final = Path("tests", "entrypoints")
+ENTRYPOINTS: Final = Path("tests", "entrypoints")
 _MODEL: Final = re.compile(r"^[A-Z_]*MODEL[A-Z_]* = [\"'](.+)[\"']$", re.MULTILINE)
 _HUB_NAME: Final = re.compile(
     r"[\"']([A-Za-z0-9_.-]+/[A-Za-z0-9_.-]*\d+(?:\.\d+)?[bBmM]\b[A-Za-z0-9_.-]*)[\"']"
@@ -30,7 +30,7 @@ class Selection:
     """What is run, and what is known of failures.
 
     Attributes:
-      files: test files below tests/entrypoints.
+      files: test files below vLLM's folder `entrypoints`.
       refused: regular expressions of what is refused by design, by its name.
       model: why a test needs a large model, by the name of its function.
     """
@@ -41,7 +41,7 @@ class Selection:
 
 
 def load_selection(path: Path = SELECTION) -> Selection:
-    """Read the selection."""
+    """Read `selection.toml`, or a file like it."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))
     refused = {name: re.compile(pattern) for name, pattern in found["refused"].items()}
     return Selection(tuple(found["files"]), refused, found["model"])
@@ -53,17 +53,17 @@ def copy_tests(sdist: Path, target: Path, files: tuple[str, ...], model: str) ->
     Args:
       sdist: vLLM's unpacked source distribution.
       target: directory that exists.
-      files: test files below tests/entrypoints.
+      files: test files below vLLM's folder `entrypoints`.
       model: name of the model that replaces those of the tests.
 
     Raises ConfigError if the directory lacks one of the files.
     """
     paths = []
     for file in files:
-        source = sdist / _ENTRYPOINTS / file
+        source = sdist / ENTRYPOINTS / file
         if not source.is_file():
-            raise ConfigError("--sdist", str(sdist), f"vLLM's sources with {_ENTRYPOINTS / file}")
-        _copy(source, target / _ENTRYPOINTS / file, model)
+            raise ConfigError("--sdist", str(sdist), f"vLLM's sources with {ENTRYPOINTS / file}")
+        _copy(source, target / ENTRYPOINTS / file, model)
         for folder in (source.parent, *source.parents):
             if folder == sdist / "tests":
                 break
@@ -71,7 +71,7 @@ def copy_tests(sdist: Path, target: Path, files: tuple[str, ...], model: str) ->
             (place / "__init__.py").touch()
             if (folder / "conftest.py").is_file():
                 _copy(folder / "conftest.py", place / "conftest.py", model)
-        paths.append(str(_ENTRYPOINTS / file))
+        paths.append(str(ENTRYPOINTS / file))
     (target / "tests" / "__init__.py").touch()
     shutil.copyfile(_STAND_IN / "utils.py", target / "tests" / "utils.py")
     shutil.copyfile(_STAND_IN / "plugin.py", target / "tests" / "conftest.py")

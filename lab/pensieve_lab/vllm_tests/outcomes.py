@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from pensieve_lab.vllm_tests.copying import Selection
+from pensieve_lab.vllm_tests.copying import ENTRYPOINTS, Selection
 
 type Outcome = Literal[
     "passed", "skipped", "refused by design", "refused", "weak model", "stand-in", "answer"
@@ -19,8 +19,9 @@ type Outcome = Literal[
 
 _PARAM: Final = re.compile(r"[\"']param[\"']: ?[\"']([^\"']+)[\"']")
 _CODE: Final = re.compile(r"[\"']code[\"']: ?[\"']([^\"']+)[\"']")
+_REFUSED: Final = re.compile(r"Error code: 4\d\d")
 _CAUSE_LENGTH: Final = 240
-_ENTRYPOINTS: Final = "tests/entrypoints/"
+_ENTRYPOINTS: Final = f"{ENTRYPOINTS.as_posix()}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,12 @@ def _outcome(line: Mapping[str, Any], test: str, selection: Selection) -> tuple[
             return "refused by design", name
     if line["used"]:
         return "stand-in", ", ".join(line["used"])
-    if line["errors"]:
+    if line["errors"] or _REFUSED.search(line["message"]):
         return "refused", _refusal(line["errors"], line["message"])
     return "answer", line["message"]
 
 
 def _refusal(errors: Sequence[str], message: str) -> str:
-    params, codes = _PARAM.findall(errors[-1]), _CODE.findall(errors[-1])
-    return f"{' '.join(codes[:1] + [f'({param})' for param in params[:1]])}: {errors[-1]} {message}"
+    last = errors[-1] if errors else message
+    params, codes = _PARAM.findall(last), _CODE.findall(last)
+    return f"{' '.join(codes[:1] + [f'({param})' for param in params[:1]])}: {last} {message}"
