@@ -72,6 +72,11 @@ def function_tool(name: object, description: object, parameters: object, field: 
     return {"type": "function", "function": json_copy(function, field)}
 
 
+def num_tool_characters(tools: Sequence[Tool]) -> int:
+    """Return the approximate length of tools as text."""
+    return sum(len(str(tool)) for tool in tools)
+
+
 def tool_names(tools: Sequence[Tool]) -> list[str]:
     """Return the names of function tools, in order."""
     return [tool["function"]["name"] for tool in tools]

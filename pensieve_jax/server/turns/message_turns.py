@@ -32,6 +32,7 @@ from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
+from pensieve_jax.text.replies import ReplyParts, added_parts
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
 """Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
@@ -117,6 +118,11 @@ class MessageTurns:
         """Return the number of tokens of the context, however long it is; raise ApiError."""
         resolved = await self._run_cpu(partial(self._resolve, token_limit=None), Memory.ALL)
         return resolved.num_context_tokens
+
+    def parts(self, index: int, text: str) -> ReplyParts:
+        """Return the parts of a reply's text; a prefill is no part of it."""
+        context = self.contexts[index]
+        return added_parts(text, context.template_input, turn=context.node.turn_id)
 
     # Private methods
 

@@ -110,20 +110,25 @@ Each has its values without effect. Every route that samples refuses the others.
 
 UNSUPPORTED_TEMPLATE: Final[Mapping[str, tuple[Any, ...]]] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "enable_thinking": (),
     "thinking": (),
-    "reasoning_effort": ("none",),
     "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
 """Fields that change how a template writes messages; the routes that read messages or prompts refuse them.
 
-The default of `enable_thinking` and `thinking` is the template's, so no value of them is without effect.
+The default of `enable_thinking` and `thinking` is the template's, so no value of them is without effect. They
+are variables of some templates, for `chat_template_kwargs`.
 """
+
+TEMPLATE_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "chat_template_kwargs": ({},),
+    "reasoning_effort": ("none",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Fields for templates that some routes have. The others refuse all but these values without effect."""
 
 MISSPELLED: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
@@ -364,5 +369,6 @@ def completion_usage(usages: Sequence[Usage], num_shared: int = 1) -> dict[str, 
         "completion_tokens": num_reply,
         "total_tokens": num_prompt + num_reply,
         "prompt_tokens_details": {"cached_tokens": sum(map(num_cached_tokens, prompts))},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
         "pensieve": token_sources(usages),
     }

@@ -200,7 +200,6 @@ ASKED: dict[str, Any] = {
     "cache_salt": "s",
     "vllm_xargs": {"a": 1},
     "enable_thinking": True,
-    "chat_template_kwargs": {"enable_thinking": False},
     "structural_tag": "{}",
     "guided_decoding_backend": "outlines",
     "guided_whitespace_pattern": " ",
