@@ -29,6 +29,7 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_lab.client_matrix.environments import Environments
 from pensieve_lab.client_matrix.report import markdown
+from pensieve_lab.programs.run_clients import given_address
 from pensieve_lab.scripted.model import make_model
 from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.vllm_tests.copying import copy_tests, load_selection
@@ -56,7 +57,7 @@ _PACKAGES: Final = (
 def server(directory: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield a server's address, its model's name, and a directory with the model's tokenizer."""
     if FLAGS.url:
-        yield FLAGS.url.rstrip("/").removesuffix("/v1"), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
+        yield given_address(FLAGS.url), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
         return
     tokenizer = directory / "vllm_tests_model"
     tokenizer.mkdir(exist_ok=True)
