@@ -25,7 +25,7 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
-from pensieve_jax.server.turns.items import item_of
+from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
@@ -33,6 +33,7 @@ from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
+from pensieve_jax.text.tools import num_tool_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
 """Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
@@ -73,7 +74,7 @@ class MessageTurns:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._messages = messages
-        self._num_characters = num_characters(messages)
+        self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
         self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
@@ -169,5 +170,5 @@ class MessageTurns:
             return None
         services = self._services
         echo = completion_echo(services.model_name, params, self._metadata)
-        items = map(item_of, context.messages)
+        items = items_of(context.messages)
         return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())
