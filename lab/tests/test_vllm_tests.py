@@ -24,8 +24,11 @@ from .conftest import greeting
 
 MODEL_NAME = "Qwen/Qwen3-8B"
 OTHER = ["openai/gpt-oss-20b", "not/a model"]
+ARGUMENTS = ["--served-model-name", "claude"]
 """
-SELECTION = Selection((), {"beam search": re.compile("use_beam_search")}, {"test_poem": "a poem must rhyme"})
+SELECTION = Selection(
+    (), {"beam search": re.compile("use_beam_search")}, {"test_poem": ("other model", "a poem must rhyme")}
+)
 
 
 @pytest.fixture
@@ -46,6 +49,7 @@ def test_the_copy_asks_for_the_served_model(sdist, tmp_path):
     ]
     copied = (target / "tests" / "entrypoints" / "openai" / "test_one.py").read_text()
     assert 'MODEL_NAME = "scripted"' in copied and '["scripted", "not/a model"]' in copied
+    assert '["--served-model-name", "scripted"]' in copied
     assert (target / "tests" / "entrypoints" / "openai" / "conftest.py").read_text() == 'MODEL = "scripted"\n'
     assert "RemoteOpenAIServer" in (target / "tests" / "utils.py").read_text()
 
@@ -69,10 +73,11 @@ REFUSED = '400 POST localhost/v1/responses: {"error":{"code":"unsupported_parame
         (line("passed"), "passed", ""),
         (line("skipped"), "skipped", ""),
         (line("not collected", "no module"), "stand-in", "no module"),
-        (line(errors=["400: use_beam_search"]), "refused by design", "beam search"),
+        (line(errors=["400: use_beam_search"]), "by design", "beam search"),
         (line(errors=[REFUSED]), "refused", "unsupported_parameter (tools): 400"),
         (line(used=["vllm.LLM"], errors=[REFUSED]), "stand-in", "vllm.LLM"),
-        (line(message="AssertionError: no rhyme", test="TestIt::test_poem[a]"), "weak model", "a poem"),
+        (line(message="AssertionError: no rhyme", test="TestIt::test_poem[a]"), "other model", "a poem"),
+        (line(message="TypeError: '_Meta' and 'int'"), "stand-in", "TypeError"),
         (line(message="AssertionError: 1 == 2"), "answer", "AssertionError: 1 == 2"),
         (line(message="Error code: 400 - {'code': 'x', 'param': 'y'}"), "refused", "x (y)"),
     ],
@@ -85,7 +90,7 @@ def test_the_cause_is_found(found, outcome, cause):
 
 def test_the_selection_and_the_script_are_read():
     selection = load_selection()
-    assert len(set(selection.files)) == len(selection.files) and selection.refused
+    assert len(set(selection.files)) == len(selection.files) and selection.by_design
     load_script(SCRIPT)
 
 

@@ -39,7 +39,10 @@ FLAGS = flags.FLAGS
 _MODEL: Final = "scripted"
 SCRIPT: Final = Path(__file__).parents[1] / "vllm_tests" / "script.toml"
 _LAUNCHER: Final = ("-m", "pensieve_lab.programs.serve_scripted")
-_SIZES: Final = ("--dtype=float32", "--gpu_pages=4000", "--max_num_running=8", "--token_buckets=16,512")
+_SIZES: Final = (
+    *("--dtype=float32", "--gpu_pages=2000", "--max_num_running=8", "--token_buckets=16,512"),
+    "--max_position_embeddings=8192",  # what a test of the tokenizer's route expects
+)
 _PACKAGES: Final = (
     *(
         "pytest==9.1.1",
@@ -48,7 +51,7 @@ _PACKAGES: Final = (
         "openai==3.57.0",
         "anthropic==2.14.0",
     ),
-    *("httpx", "requests", "jsonschema", "regex", "numpy", "pydantic", "transformers", "openai-harmony"),
+    *("httpx", "requests", "jsonschema", "regex", "numpy", "pydantic", "transformers", "jinja2"),
     "typing-extensions",
 )
 
