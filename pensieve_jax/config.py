@@ -50,6 +50,11 @@ NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: l
 ALL_REDUCES = ("auto", "xla", "jax_triton")
 DECODE_MATMULS = ("auto", "xla")
 COST_CHOICES = ("auto", "analytic")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "hermes", "qwen3_xml", "llama3_json", "pythonic", "mistral", "mistral_v3"),
+    *("deepseek_v3", "deepseek_v31", "kimi_k2", "harmony"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -308,12 +313,20 @@ class RunnerConfig:
         "The most chunks in transit per direction. Device memory for three times as many is reserved beside "
         "the pool. For large models the number is lowered to what 1 GB per device holds, but not below 64.",
     )
-    max_logprobs: int = option(8, count(1), "The most top alternatives whose logprobs a request may ask for.")
+    max_logprobs: int = option(
+        20, count(1), "The most top alternatives whose logprobs a request may ask for."
+    )
     max_banned_ids: int = option(
         8,
         count(1),
         "The most token ids that `min_tokens` can ban from sampling (end-of-sequence and stop ids of one "
         "request).",
+    )
+    penalties: bool = option(
+        True,
+        TRUTH,
+        "Whether turns may have frequency, presence and repetition penalties. For their counts, a device "
+        "keeps 17 bits for each id of the vocabulary and each of max_num_running requests.",
     )
     max_position_embeddings: int | None = option(
         None,
@@ -345,6 +358,18 @@ class EngineConfig:
         TRUTH,
         "Keep a conversation's KV cache between turns. False frees it when a turn ends and recomputes the "
         "history with every turn, as the baseline of the paper's section 6 does.",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        one_of(TOOL_CALL_PARSERS),
+        "Format in which the model writes tool calls. auto takes the one whose words the chat template has, "
+        "and none reads no calls.",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        one_of(REASONING_PARSERS),
+        "Format in which the model marks its reasoning. auto takes the one whose words the chat template "
+        "has, and none leaves reasoning in the text.",
     )
     cache: CacheConfig = field(
         default_factory=CacheConfig, metadata=part(CacheConfig, "The KV cache of conversations.")
@@ -404,6 +429,11 @@ class EngineConfig:
             f"0 or at least the {page_bytes:,} bytes of a chunk",
         )
         return replace(self, cache=replace(self.cache, cpu_pages=num_bytes // page_bytes, cpu_bytes=None))
+
+    @property
+    def num_count_slots(self) -> int:
+        """Number of turns whose ids are counted on the device at a time."""
+        return self.scheduler.max_num_running if self.runner.penalties else 0
 
     def resolve_context_tokens(self, model_max_tokens: int) -> int:
         """Return the longest context in tokens: the configured one, or what model and pool allow.

@@ -21,6 +21,7 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
@@ -126,6 +127,7 @@ class Engine:
             self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
+            num_count_slots=config.num_count_slots,
         )
         unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*unchanged, stateful=config.stateful)
@@ -217,12 +219,15 @@ class Engine:
         return self._ledger.take_deltas()
 
     def share_prefix(
-        self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
+        self,
+        token_ids: Sequence[int],
+        messages: tuple[Message, ...] | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> SharedPrefix:
         """Make a prefix for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
         check_beginning(token_ids, self.limits)
-        return SharedPrefix(tuple(map(int, token_ids)), messages)
+        return SharedPrefix(tuple(map(int, token_ids)), messages, template_input=template_input)
 
     @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
@@ -455,6 +460,7 @@ class Engine:
         """
         self._loop.in_flight = None
         self._needs_new_pools = True
+        self._planner.forget_counts()
         self._cache.lose_device()
         replies = self._ledger.replies.values()
         ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]

@@ -110,11 +110,9 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "penalties, logit bias, audio, reasoning effort", is_refusal=True)
+@case(CHATS, "audio, reasoning effort", is_refusal=True)
 async def refused_parameters(client: Any) -> None:
     for name, value in (
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {"5": 1}),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),
     ):

@@ -228,11 +228,11 @@ async def images(client: Any) -> None:
 
 @case(RESPONSES, "reasoning, truncation and stored prompts", is_refusal=True)
 async def others(client: Any) -> None:
-    for name, value in (
-        ("reasoning", {"effort": "high"}),
-        ("truncation", "auto"),
-        ("prompt", {"id": "p"}),
+    for name, value, param in (
+        ("reasoning", {"effort": "high"}, "reasoning.effort"),
+        ("truncation", "auto", "truncation"),
+        ("prompt", {"id": "p"}, "prompt"),
     ):
         await refused(
-            "unsupported_parameter", name, client.responses.create, **GREEDY, input="Hi!", **{name: value}
+            "unsupported_parameter", param, client.responses.create, **GREEDY, input="Hi!", **{name: value}
         )

@@ -43,7 +43,12 @@ from pensieve_jax.server.turns.checks import (
 )
 from pensieve_jax.server.turns.items import stored_item
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
-from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
+from pensieve_jax.server.turns.sampling import (
+    TEMPLATE_FIELDS,
+    SamplingFields,
+    choice_params,
+    completion_usage,
+)
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
@@ -60,6 +65,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
+        **TEMPLATE_FIELDS,
         "add_special_tokens": (True,),
     }
     MISPLACED: ClassVar[Mapping[str, str]] = {
@@ -292,16 +298,16 @@ class Completion:
     def first_choices(self) -> Iterable[bytes]:
         return ()
 
-    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
+    def choices(self, index: int, delta: AsyncDelta) -> Iterable[bytes]:
         """Return text, logprobs and token ids; some token ids have no text."""
         if not delta.text and not delta.logprobs and not self._body.return_token_ids:
-            return None
+            return ()
         token_ids = delta.token_ids if self._body.return_token_ids else None
-        return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
+        return (_choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids),)
 
-    def last_choice(self, index: int, reason: FinishReason) -> bytes:
+    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
         """Return the last chunk of a choice, with only its finish reason."""
-        return _choice(index, "", reason=reason)
+        return (_choice(index, "", reason=reason),)
 
     # Private methods
 

@@ -21,7 +21,6 @@ from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
-from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
 
@@ -85,9 +84,10 @@ class ResponsePlan:
         self.resolved = resolved
         self.head = ResponseHead(
             response_id=f"resp_{turn_id}",
-            item_id=reply_id(turn_id),
+            turn_id=turn_id,
             created_at_s=self._created_at_s,
             echo=echo,
+            template_input=resolved.template_input,
         )
         self.draft = self._draft(self.head, turn_id) if self.body.stores else None
         return [resolved.spec(params, self.draft)]
