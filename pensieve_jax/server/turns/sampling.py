@@ -66,6 +66,7 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     # Which tokens and texts are possible.
     "logits_processors": ([],),
     "custom_logit_processor": ("",),
+    "structured": (),  # the name in Python
     "structural_tag": ("",),
     "guided_decoding_backend": ("",),
     "guided_whitespace_pattern": ("",),
@@ -206,7 +207,6 @@ class SamplingFields(StructuredFields):
     )
     MISPLACED: ClassVar[Mapping[str, str]] = {
         **{name: f"Use {ours}." for name, ours in MISSPELLED.items()},
-        "structured": "Use response_format or structured_outputs.",
     }
 
     model: str | None = None

@@ -168,7 +168,6 @@ class CreateResponse(ContextFields, kw_only=True):
         **{name: "Use seed." for name, ours in MISSPELLED.items() if ours == "seed"},
         **dict.fromkeys((*refused_fields(RESPONSES), "n"), "Use /v1/chat/completions."),
         "response_format": "Use text.format.",
-        "structured": "Use text.format.",
         **dict.fromkeys(_FORMS_OF_CHATS, "Use text.format, or /v1/chat/completions."),
         "max_tokens": "Use max_output_tokens.",
         "max_completion_tokens": "Use max_output_tokens.",
