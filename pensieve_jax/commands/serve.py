@@ -34,6 +34,7 @@ from pensieve_jax.history.opening import shown
 from pensieve_jax.history.postgres_location import is_postgres
 
 if TYPE_CHECKING:
+    from pensieve_jax import AsyncEngine
     from pensieve_jax.server.async_engine import EngineInfo
     from pensieve_jax.server.http.settings import ServerSettings
 
@@ -91,7 +92,7 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def serve() -> int:
+def serve(engine_class: type[AsyncEngine] | None = None) -> int:
     """Serve with one engine until stopped; return the exit status."""
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
@@ -112,7 +113,7 @@ def serve() -> int:
 
     with history_file(FLAGS.history) as history:
         start = functools.partial(
-            AsyncEngine.start,
+            (engine_class or AsyncEngine).start,
             FLAGS.model,
             dtype=FLAGS.dtype,
             history=history,
@@ -180,6 +181,8 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         otel_endpoint=FLAGS.otel_endpoint,
         max_index_bytes=FLAGS.max_index_bytes,
         tools=FLAGS.tools,
+        tool_call_parser=FLAGS.tool_call_parser,
+        reasoning_parser=FLAGS.reasoning_parser,
         drain_s=FLAGS.drain_s,
         max_in_flight_per_key=FLAGS.max_turns_per_key,
         is_routed=is_routed,
@@ -226,7 +229,7 @@ def define_flags() -> None:
         "Store of Chat Completions turns; default: memory, or durable with --replicas.",
     )
     flags.DEFINE_enum(
-        "tools", "refuse", ["refuse", "ignore"], "Handling of requests that offer tools to the model."
+        "tools", "auto", ["auto", "ignore"], "Handling of requests that offer tools to the model."
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
     flags.DEFINE_integer(

@@ -16,6 +16,7 @@ import numpy as np
 from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.text import Message, Tokenizer
 
@@ -34,6 +35,7 @@ class TurnSpec:
         a `conversation_id`. None: after the last turn of its conversation.
       keep: number of leading tokens of the earlier turns that stay in this turn's context; the prompt
         replaces the others. None keeps all.
+      template_input: what the prompt was rendered from beside the messages, stored with the turn.
     """
 
     prompt_token_ids: Sequence[int]
@@ -43,6 +45,7 @@ class TurnSpec:
     prefix: SharedPrefix | None = None
     node: TurnNode | None = None
     keep: int | None = None
+    template_input: TemplateInput = NO_INPUT
 
     @property
     def num_new_tokens(self) -> int:

@@ -21,6 +21,7 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
@@ -218,12 +219,15 @@ class Engine:
         return self._ledger.take_deltas()
 
     def share_prefix(
-        self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
+        self,
+        token_ids: Sequence[int],
+        messages: tuple[Message, ...] | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> SharedPrefix:
         """Make a prefix for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
         check_beginning(token_ids, self.limits)
-        return SharedPrefix(tuple(map(int, token_ids)), messages)
+        return SharedPrefix(tuple(map(int, token_ids)), messages, template_input=template_input)
 
     @change
     def release_prefix(self, prefix: SharedPrefix) -> None:

@@ -89,7 +89,7 @@ class TurnSubmitter:
             ending_ids=params.ending_ids(self._limits.eos_token_ids),
             max_context_tokens=self._limits.max_context_tokens,
         )
-        rest = spec.messages, spec.node, placed.origin
+        rest = spec.messages, spec.node, placed.origin, spec.template_input
         try:
             reply = ReplyState(request, self._tokenizer, *rest)
         except PensieveError:

@@ -9,13 +9,16 @@ Called by the engine, its ledger, and callers of the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
+from pensieve_jax.text.replies import num_reasoning_tokens, shown_marks
 
 
 class Turn:
@@ -132,6 +135,7 @@ class ReplyState(ReplyTokens):
     Attributes:
       request: request of the turn in the scheduler.
       messages: chat messages that the prompt was rendered from; None for a prompt of text or ids.
+      template_input: what it was rendered from beside them.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
       output: result of the turn, after it ended.
@@ -145,14 +149,18 @@ class ReplyState(ReplyTokens):
         messages: tuple[Message, ...] | None,
         node: TurnNode | None = None,
         origin: TurnOrigin | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
-        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer)
+        super().__init__(
+            request.params, request.ending_ids, num_tokens, tokenizer, shown_marks(template_input)
+        )
         self.request = request
         self.messages = messages
         self.node = node
         self.origin = origin
+        self.template_input = template_input
         self.output: Output | None = None
         self.error: PensieveError | None = None
 
@@ -166,10 +174,18 @@ class ReplyState(ReplyTokens):
         """Whether the turn is to be stored in the history."""
         return not self.request.conversation.one_off if self.node is None else self.node.durable
 
+    def usage(self) -> Usage:
+        """Return where the tokens of the turn came from, as far as it has run."""
+        usage = self.request.usage(num_output_tokens=len(self.token_ids))
+        if not self.template_input.reply.reasoning:
+            return usage
+        num_reasoning = num_reasoning_tokens(self.pieces, self.template_input)
+        return replace(usage, reasoning_tokens=min(num_reasoning, len(self.token_ids)))
+
     def finish(self, reason: FinishReason, ended_at_s: float) -> Usage:
         """Make the output of a turn that ended at `ended_at_s`; returns its usage record."""
         conversation = self.request.conversation
-        usage = self.request.usage(num_output_tokens=len(self.token_ids))
+        usage = self.usage()
         self.output = Output(
             conversation_id=None
             if conversation.one_off or self.node is not None
@@ -181,5 +197,6 @@ class ReplyState(ReplyTokens):
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             ended_at_s=ended_at_s,
+            stop_string=self.stop_string,
         )
         return usage

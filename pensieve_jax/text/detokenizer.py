@@ -10,8 +10,9 @@ lack bytes; then the text ends with U+FFFD, and it waits for the character's end
 fallback decode a run of byte tokens as a whole, where one bad byte turns every character of the run into
 U+FFFD; then the text waits for the run's end.
 
-Control tokens are not text, but a stop string may contain the spelling of one. Such a string is also searched
-in the text with control tokens written out.
+Control tokens are not text, except those that the caller wants shown, such as the marks of tool calls. A stop
+string may contain the spelling of any. Such a string is also searched in the text with control tokens written
+out.
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, includes_stop: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        shown: Sequence[str] = (),
+        *,
+        includes_stop: bool = False,
     ) -> None:
         """Start without text; raise InvalidRequestError unless `stop` is a list of non-empty strings.
 
-        With `includes_stop`, the text ends behind the stop string instead of before it.
+        The control tokens in `shown` are written out. With `includes_stop`, the text ends behind the stop
+        string instead of before it.
         """
         if isinstance(stop, str):
             raise InvalidRequestError("stop", stop, "a list of strings", "put the string into a list")
@@ -48,7 +55,9 @@ class IncrementalDetokenizer:
         self.stop_string: str | None = None
         self._includes_stop = includes_stop
         self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_ids
+        self._hidden_ids = tokenizer.special_ids
+        if shown:
+            self._hidden_ids -= tokenizer.control_ids(shown)
         self._stop = tuple(_StopString(string) for string in stop)
         self._written_stop = tuple(
             _WrittenStop(string) for string in stop if tokenizer.has_control_token(string)
@@ -71,7 +80,7 @@ class IncrementalDetokenizer:
         """
         if self.stop_string is not None:
             return ""
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return self._push_control(token_id, may_stop=may_stop) if self._written_stop else ""
         if self._tokenizer.token_text(token_id) is None:
             return ""  # outside the vocabulary; in a window it would stand for text that does not exist

@@ -31,6 +31,7 @@ class ReplyTokens:
         ending_ids: Sequence[int],
         max_num_tokens: int,
         tokenizer: Tokenizer | None,
+        shown: Sequence[str] = (),
     ) -> None:
         """Start without tokens.
 
@@ -39,14 +40,16 @@ class ReplyTokens:
           ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
           max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
           tokenizer: None produces no text.
+          shown: control tokens that the text shows, such as the marks of tool calls.
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
-        includes_stop = params.include_stop_str_in_output
         self._detokenizer = (
             None
             if tokenizer is None
-            else IncrementalDetokenizer(tokenizer, params.stop, includes_stop=includes_stop)
+            else IncrementalDetokenizer(
+                tokenizer, params.stop, shown, includes_stop=params.include_stop_str_in_output
+            )
         )
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
@@ -56,6 +59,11 @@ class ReplyTokens:
     def has_text(self) -> bool:
         """Whether there is a tokenizer to produce text."""
         return self._detokenizer is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply, else None."""
+        return None if self._detokenizer is None else self._detokenizer.stop_string
 
     @property
     def text(self) -> str:
@@ -84,6 +92,6 @@ class ReplyTokens:
                 self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
             if ends_by_id or ends_by_length:
                 self.pieces.append(self._detokenizer.flush(may_stop=may_end))
-        if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
+        if ends_by_id or self.stop_string is not None:
             return "stop"
         return "length" if ends_by_length else None

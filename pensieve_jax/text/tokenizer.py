@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
@@ -245,6 +245,11 @@ class Tokenizer:
     def has_control_token(self, text: str) -> bool:
         """Return whether a text has the spelling of a special token in it."""
         return any(spelling in text for spelling in self._control_spellings)
+
+    def control_ids(self, spellings: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those spellings that are special tokens."""
+        found = (self._backend.token_to_id(spelling) for spelling in spellings)
+        return self.special_ids.intersection(token_id for token_id in found if token_id is not None)
 
     @cached_property
     def _control_spellings(self) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.history.store import TurnRecord
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text import ReplyReader, Tokenizer
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 from tests.server.fakes import FakeEngine, FakeTurn
 
 FINGERPRINT = "fingerprint"
@@ -128,6 +129,7 @@ class StoredEngine(FakeEngine):
             chain=node.chain,
             usage=output.usage,
             logprobs=output.logprobs,
+            template_input=turn.spec.template_input,
         )
         refused: PensieveError | None = self.store.commit([record], [node.attachment]).get(0)
         if refused is not None:
@@ -137,5 +139,6 @@ class StoredEngine(FakeEngine):
         turn.output = dataclasses.replace(output, ended_at_s=record.created_at_s)
 
 
-def resolving(tokenizer: Tokenizer, reader: HistoryReader) -> Resolver:
-    return Resolver(tokenizer, FINGERPRINT, TurnIndex(HistoryTurns(reader)))
+def resolving(tokenizer: Tokenizer, reader: HistoryReader, parsers: Parsers = AUTOMATIC) -> Resolver:
+    index = TurnIndex(HistoryTurns(reader, ReplyReader(tokenizer)))
+    return Resolver(tokenizer, FINGERPRINT, index, parsers=parsers)

@@ -27,7 +27,9 @@ from pensieve_jax.core.sampling_params import (
     sampling_table,
     taken_fields,
 )
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.turns.structured import StructuredFields
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = {"temperature": 1.0}
@@ -64,14 +66,8 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     # Which tokens and texts are possible.
     "logits_processors": ([],),
     "custom_logit_processor": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
+    "structured": (),  # the name in Python
     "structural_tag": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json_object": (False,),
     "guided_decoding_backend": ("",),
     "guided_whitespace_pattern": ("",),
     "regex": ("",),
@@ -110,20 +106,25 @@ Each has its values without effect. Every route that samples refuses the others.
 
 UNSUPPORTED_TEMPLATE: Final[Mapping[str, tuple[Any, ...]]] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "enable_thinking": (),
     "thinking": (),
-    "reasoning_effort": ("none",),
     "documents": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
 """Fields that change how a template writes messages; the routes that read messages or prompts refuse them.
 
-The default of `enable_thinking` and `thinking` is the template's, so no value of them is without effect.
+The default of `enable_thinking` and `thinking` is the template's, so no value of them is without effect. They
+are variables of some templates, for `chat_template_kwargs`.
 """
+
+TEMPLATE_FIELDS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "chat_template_kwargs": ({},),
+    "reasoning_effort": ("none",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+"""Fields for templates that some routes have. The others refuse all but these values without effect."""
 
 MISSPELLED: Final[Mapping[str, str]] = {
     "max_new_tokens": "max_tokens",
@@ -181,7 +182,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(StructuredFields):
     """Request fields that Chat Completions and Completions share, including all sampling fields.
 
     `metadata` has an effect on stored turns only.
@@ -204,7 +205,9 @@ class SamplingFields(Body):
             "prompt_cache_retention",
         }
     )
-    MISPLACED: ClassVar[Mapping[str, str]] = {name: f"Use {ours}." for name, ours in MISSPELLED.items()}
+    MISPLACED: ClassVar[Mapping[str, str]] = {
+        **{name: f"Use {ours}." for name, ours in MISSPELLED.items()},
+    }
 
     model: str | None = None
     n: Choices | None = None
@@ -292,11 +295,16 @@ def _left_out(values: Mapping[str, Any], settings: Mapping[str, tuple[Any, ...]]
 
 
 def choice_params(
-    body: SamplingFields, defaults: dict[str, Any], *, max_tokens: int, logprobs: int | None
+    body: SamplingFields,
+    defaults: dict[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
     """Return the parameters of each choice of a completion; raise InvalidRequestError naming the field."""
     given = {name: getattr(body, name) for name in taken_fields(COMPLETIONS)}
-    params = sampling_params(defaults, given, max_tokens=max_tokens, logprobs=logprobs)
+    params = sampling_params(defaults, given, max_tokens=max_tokens, logprobs=logprobs, structured=structured)
     if params.seed is None:
         return [params] * body.num_choices
         # With the same seed, all choices would be the same reply.
@@ -304,14 +312,19 @@ def choice_params(
 
 
 def sampling_params(
-    defaults: Mapping[str, Any], given: Mapping[str, Any], *, max_tokens: int, logprobs: int | None = None
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None = None,
+    structured: StructuredOutput | None = None,
 ) -> SamplingParams:
     """Return the parameters of a turn; raise InvalidRequestError naming the field.
 
     Args:
         defaults: values by field for fields that the request leaves out.
         given: values by field from the request; None takes the default.
-        max_tokens, logprobs: fields that each route names and defaults differently.
+        max_tokens, logprobs, structured: fields that each route names and defaults differently.
     """
     chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     if "seed" in chosen:
@@ -320,7 +333,7 @@ def sampling_params(
         chosen["stop"] = [chosen["stop"]]
     if "logit_bias" in chosen:
         chosen["logit_bias"] = _biases(chosen["logit_bias"])
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=structured, **chosen)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -372,5 +385,6 @@ def completion_usage(usages: Sequence[Usage], num_shared: int = 1) -> dict[str, 
         "completion_tokens": num_reply,
         "total_tokens": num_prompt + num_reply,
         "prompt_tokens_details": {"cached_tokens": sum(map(num_cached_tokens, prompts))},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
         "pensieve": token_sources(usages),
     }
