@@ -65,7 +65,7 @@ class SamplerMode(NamedTuple):
 class StepResult(NamedTuple):
     """The samples of a step, row by row.
 
-    `top_ids` and `top_logprobs` are undefined unless the mode had `top_logprobs`.
+    K is 0 unless the mode had `top_logprobs`.
     """
 
     token_ids: np.ndarray  # i32[S]

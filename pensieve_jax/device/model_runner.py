@@ -229,7 +229,7 @@ class ModelRunner:
             raise step_failed("a step failed on the device", error) from error
         if lost_a_device(words):
             raise StepFailedError("a step failed: a device timed out waiting for its peer's partial sum")
-        return unpack_result(words, handle.num_samples, self._num_top)
+        return unpack_result(words, handle.num_samples)
 
     def reset(self) -> None:
         """Allocate new pools; see `Runner`."""
