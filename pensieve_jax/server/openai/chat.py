@@ -27,6 +27,7 @@ from pensieve_jax.server.turns.checks import check_metadata, check_model
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
+from pensieve_jax.server.turns.tool_choice import with_calls, with_choice
 from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -62,6 +63,9 @@ class ChatCompletion:
         messages, template_input = rendering(
             body, body.messages, call.services.chat_format, body.reasoning_effort
         )
+        self._choice = body.choice()
+        if call.services.chat_format is not None:
+            template_input = with_calls(template_input, call.services.chat_format, self._choice)
         self._turns = MessageTurns(
             call,
             messages,
@@ -144,12 +148,14 @@ class ChatCompletion:
 
     def _params(self, room: int) -> list[SamplingParams]:
         """Return the parameters of each choice, for contexts that leave `room` tokens for a reply."""
-        return choice_params(
+        params = choice_params(
             self._body,
             self._services.defaults,
             max_tokens=self._max_tokens or max(1, room),
             logprobs=self._num_logprobs,
         )
+        template_input = self._turns.contexts[0].template_input
+        return [with_choice(one, template_input, self._choice, self._services.chat_format) for one in params]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer, byte_tokenizer
+from pensieve_jax.text import ChatFormat, Tokenizer, byte_tokenizer
 from pensieve_jax.text.replies import call_id
 from tests.server.fakes import FakeTurn, say
 from tests.server.stored_server import StoredServer
@@ -21,7 +21,6 @@ from tests.text.tool_templates import (
     TOOLS,
     WITH_TOOLS,
     call,
-    read_parts,
     rendered,
     result,
     written,
@@ -92,8 +91,7 @@ class ToolServer:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToolServer]:
-    monkeypatch.setattr(ReplyReader, "parts", read_parts)
+def server(tmp_path: Path) -> Iterator[ToolServer]:
     made = ToolServer(tmp_path / "history.sqlite")
     with closing(made.stored):
         yield made
