@@ -24,6 +24,8 @@ from pensieve_jax.text import ChatFormat
 from pensieve_jax.text.tool_grammars import call_grammar
 from pensieve_jax.text.tools import Tool
 
+FIELDS: Final = {"structured": "tools", "structured.grammar": "tools"}
+"""Names of fields by the engine's names, where calls are the form of a reply."""
 _MODES: Final = ("none", "auto", "required")
 
 
