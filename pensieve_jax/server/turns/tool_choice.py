@@ -84,13 +84,7 @@ def tool_choice(
 
 
 def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: ToolChoice) -> TemplateInput:
-    """Return the input of a turn with how its calls are read; raise ApiError 400 if that is not known."""
-    if not template_input.tools:
-        return template_input
-    if chat_format.tool_format is None:
-        why = "the model's chat template has the words of no known format of tool calls"
-        hint = "name it with --tool_call_parser, or let --tools=ignore accept tools without effect"
-        raise unsupported("tools", f"{why}; {hint}")
+    """Return the input of a turn with how its calls are read; none are with the choice "none"."""
     if choice.mode == "none":
         return template_input
     return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
