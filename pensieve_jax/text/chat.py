@@ -80,6 +80,7 @@ class ChatFormat:
     """The chat template of one tokenizer. It stores nothing between calls; threads may share it.
 
     Attributes:
+      tokenizer: the tokenizer.
       tool_format, reasoning_format: how the model writes calls and reasoning; None if that is not known.
     """
 
@@ -105,7 +106,7 @@ class ChatFormat:
                 "add chat_template.jinja to the model directory, or send text with generate",
                 refuses_all=True,
             )
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         self._now = now
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
         self.tool_format = tool_format(parsers.calls, tokenizer.chat_template)

@@ -28,6 +28,7 @@ from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
+from pensieve_jax.server.turns.tool_choice import FIELDS, with_calls, with_choice
 from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -56,7 +57,7 @@ class ChatCompletion:
 
     def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
-        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **asked.fields}
+        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **FIELDS, **asked.fields}
         self._form = asked.form
         self._services = call.services
         self._body = body
@@ -64,6 +65,9 @@ class ChatCompletion:
         messages, template_input = rendering(
             body, body.messages, call.services.chat_format, body.reasoning_effort
         )
+        self._choice = body.choice()
+        if call.services.chat_format is not None:
+            template_input = with_calls(template_input, call.services.chat_format, self._choice)
         self._turns = MessageTurns(
             call,
             messages,
@@ -146,13 +150,15 @@ class ChatCompletion:
 
     def _params(self, room: int) -> list[SamplingParams]:
         """Return the parameters of each choice, for contexts that leave `room` tokens for a reply."""
-        return choice_params(
+        params = choice_params(
             self._body,
             self._services.defaults,
             max_tokens=self._max_tokens or max(1, room),
             logprobs=self._num_logprobs,
             structured=self._form,
         )
+        template_input = self._turns.contexts[0].template_input
+        return [with_choice(one, template_input, self._choice, self._services.chat_format) for one in params]
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

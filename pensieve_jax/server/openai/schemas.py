@@ -16,6 +16,7 @@ from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.server.turns.sampling import SamplingFields, Tokens
 from pensieve_jax.server.turns.template import FunctionTool, checked_tools, divided, template_input
+from pensieve_jax.server.turns.tool_choice import ToolChoice, tool_choice
 from pensieve_jax.text import ChatFormat, Message
 from pensieve_jax.text.messages import checked_call
 
@@ -180,7 +181,6 @@ class ChatBody(SamplingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -191,7 +191,7 @@ class ChatBody(SamplingFields, kw_only=True):
         "moderation": (),
         "add_special_tokens": (False,),
     }
-    IGNORED: ClassVar[frozenset[str]] = SamplingFields.IGNORED | {"parallel_tool_calls"}
+    IGNORED: ClassVar[frozenset[str]] = SamplingFields.IGNORED
     MISPLACED: ClassVar[Mapping[str, str]] = {
         **SamplingFields.MISPLACED,
         "previous_response_id": _RESPONSES_ONLY,
@@ -207,6 +207,8 @@ class ChatBody(SamplingFields, kw_only=True):
 
     messages: list[ChatMessage]
     tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -214,6 +216,16 @@ class ChatBody(SamplingFields, kw_only=True):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    def choice(self) -> ToolChoice:
+        """Return which tools the reply may or must call; raise ApiError."""
+        functions = [tool.function for tool in self.tools or () if tool.function is not None]
+        return tool_choice(
+            self.tool_choice,
+            [function.name for function in functions],
+            parallel=self.parallel_tool_calls,
+            strict=[function.name for function in functions if function.strict],
+        )
 
     def num_logprobs(self) -> int | None:
         """Return the engine's `logprobs`: None for none, 0 for chosen tokens only, k also for the top k."""

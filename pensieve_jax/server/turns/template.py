@@ -111,15 +111,16 @@ def template_input(
         why = "the model's chat template takes no tools"
         raise unsupported("tools", f"{why}; `pensieve serve --tools=ignore` accepts them without effect")
     if tools and chat_format.tool_format is None:
-        why = "the server does not know how the model writes calls"
-        raise unsupported("tools", f"{why}; name the form with `pensieve serve --tool_call_parser`")
+        why = "the chat template has the words of no known format of tool calls"
+        hint = "name it with `pensieve serve --tool_call_parser`, or let --tools=ignore accept tools"
+        raise unsupported("tools", f"{why}; {hint} without effect")
     if given != NO_INPUT:
         chat_format.check_input(given, arguments_field="chat_template_kwargs")
     for name, value in _effort_arguments(chat_format, effort, effort_field).items():
         if given.arguments.setdefault(name, value) != value:
             sentence = f"{effort_field} and chat_template_kwargs.{name} contradict each other; give only one."
             raise invalid_value(effort_field, sentence)
-    return chat_format.with_calls(given)
+    return given
 
 
 def _effort_arguments(chat_format: ChatFormat, effort: str | None, field: str) -> dict[str, Any]:

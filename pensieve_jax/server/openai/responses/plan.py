@@ -23,6 +23,7 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.tool_choice import with_choice
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "prompt": "input",
@@ -32,6 +33,7 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "structured.json_object": "text.format",
     "structured.json_schema": "text.format.schema",
     "structured": "text.format",
+    "structured.grammar": "tools",
 }
 """This API's names of fields by the engine's names."""
 
@@ -96,13 +98,14 @@ class ResponsePlan:
         body, services = self.body, self._services
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
         given = {name: getattr(body, name) for name in taken_fields(RESPONSES)} | {"seed": self._seed}
-        return sampling_params(
+        params = sampling_params(
             services.defaults,
             given,
             max_tokens=body.max_output_tokens or max(1, room),
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
             structured=self._form,
         )
+        return with_choice(params, resolved.template_input, body.choice(), services.chat_format)
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
         conversation = self.context.conversation

@@ -30,6 +30,7 @@ from pensieve_jax.server.turns.sampling import (
 from pensieve_jax.server.turns.stored import default_echo
 from pensieve_jax.server.turns.structured import StructuredFields, TextFormat
 from pensieve_jax.server.turns.template import check_kind, template_input
+from pensieve_jax.server.turns.tool_choice import ToolChoice, tool_choice, with_calls
 from pensieve_jax.text import ChatFormat, Tool
 from pensieve_jax.text.messages import check_arguments
 from pensieve_jax.text.tools import function_tool
@@ -97,7 +98,6 @@ class ContextFields(Body, kw_only=True):
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
         **UNSUPPORTED_TEMPLATE,
         **{name: TEMPLATE_FIELDS[name] for name in TEMPLATE_FIELDS if name != "chat_template_kwargs"},
-        "tool_choice": ("auto", "none"),
         "truncation": ("disabled",),
         "prompt": (),
         "personality": (),
@@ -115,6 +115,7 @@ class ContextFields(Body, kw_only=True):
     previous_response_id: str | None = None
     conversation: str | ConversationRef | None = None
     text: TextConfig | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     tools: list[ResponseTool] | None = None
     reasoning: Reasoning | None = None
@@ -122,12 +123,23 @@ class ContextFields(Body, kw_only=True):
 
     def template_input(self, chat_format: ChatFormat | None) -> TemplateInput:
         """Return what the template gets beside the messages; raise ApiError and InvalidRequestError."""
-        return template_input(
+        found = template_input(
             chat_format,
             tools=tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())),
             arguments=self.chat_template_kwargs,
             effort=None if self.reasoning is None else self.reasoning.effort,
             effort_field="reasoning.effort",
+        )
+        return found if chat_format is None else with_calls(found, chat_format, self.choice())
+
+    def choice(self) -> ToolChoice:
+        """Return which tools the reply may or must call; raise ApiError."""
+        tools = self.tools or ()
+        return tool_choice(
+            self.tool_choice,
+            [tool.name for tool in tools if tool.name is not None],
+            parallel=self.parallel_tool_calls,
+            strict=[tool.name for tool in tools if tool.name is not None and tool.strict],
         )
 
     @property
@@ -256,6 +268,7 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
         "max_tool_calls": body.max_tool_calls,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "tools": [_tool_echo(tool) for tool in body.tools or ()],
+        "tool_choice": body.tool_choice or "auto",
         "reasoning": None
         if body.reasoning is None
         else {"effort": body.reasoning.effort, "summary": body.reasoning.summary},

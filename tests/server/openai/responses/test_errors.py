@@ -24,7 +24,6 @@ def server(tmp_path_factory):
 
 UNSUPPORTED = {
     "tools": [{"type": "function", "name": "f"}],
-    "tool_choice": "required",
     "truncation": "auto",
     "prompt": {"id": "p"},
     "context_management": [{"type": "compaction"}],
@@ -394,7 +393,7 @@ WORDS = [
     ),
     (
         {"input": "hi", "tool_choice": "required"},
-        'tool_choice is not supported by this server; leave it out, or set it to "auto" or "none".',
+        "tool_choice demands a call, but tools is empty.",
     ),
     ({"input": "hi", "stop": ["x"]}, "stop is not a field of this route. Use /v1/chat/completions."),
     ({"input": "hi", "n": 2}, "n is not a field of this route. Use /v1/chat/completions."),

@@ -1,0 +1,149 @@
+"""Which tools a reply may or must call, and the parameters of a turn that make it so.
+
+Owns: the choice of a request, its check, and its effect on how a reply is sampled and read.
+Does not know: the request schema of any one format. Called by `server.openai`.
+
+| choice | effect |
+|---|---|
+| none | the tools are rendered, and the mark of calls is never sampled |
+| auto | nothing, or with strict tools: text until the mark of a call, and calls of their schemas from there |
+| required, or tools by name | the reply is calls, after its reasoning |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal, NamedTuple
+
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.core.template_input import TemplateInput
+from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.text import ChatFormat
+from pensieve_jax.text.tool_grammars import call_grammar
+from pensieve_jax.text.tools import Tool
+
+FIELDS: Final = {"structured": "tools", "structured.grammar": "tools"}
+"""Names of fields by the engine's names, where calls are the form of a reply."""
+_MODES: Final = ("none", "auto", "required")
+
+
+class ToolChoice(NamedTuple):
+    """Which tools a reply may or must call.
+
+    Attributes:
+      mode: "none", "auto" or "required".
+      names: the tools that may be called; None for all.
+      has_one_call: whether the reply ends behind its first call.
+      strict: names of tools whose arguments always have the form of their schemas.
+    """
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: frozenset[str] | None = None
+    has_one_call: bool = False
+    strict: frozenset[str] = frozenset()
+
+
+def tool_choice(
+    value: Any, names: Collection[str], *, parallel: bool | None, strict: Collection[str] = ()
+) -> ToolChoice:
+    """Return the choice of a request in OpenAI's form, of either API; raise ApiError 400.
+
+    Args:
+      value: the field `tool_choice`; None for the default.
+      names: names of the tools of the request.
+      parallel: the field `parallel_tool_calls`.
+      strict: names of the tools with `strict`.
+    """
+    field = "tool_choice"
+    choice = ToolChoice(has_one_call=parallel is False, strict=frozenset(strict))
+    if value is None or value in ("none", "auto"):
+        return choice._replace(mode=value or "auto")
+    if value == "required":
+        return _checked(choice._replace(mode="required"), names, field)
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "function":
+        name = _name_of(value)
+        found = choice._replace(mode="required", names=frozenset([name]), has_one_call=True)
+        return _checked(found, names, f"{field}.name" if "name" in value else f"{field}.function.name")
+    if kind == "allowed_tools":
+        inner = value.get("allowed_tools", value)
+        mode, tools = (
+            (inner.get("mode", "auto"), inner.get("tools")) if isinstance(inner, Mapping) else (None, None)
+        )
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+            sentence = f"{field}.allowed_tools must have the mode auto or required, and a list of tools."
+            raise invalid_value(field, sentence)
+        allowed = frozenset(_name_of(tool) for tool in tools)
+        return _checked(choice._replace(mode=mode, names=allowed), names, f"{field}.tools")
+    if isinstance(kind, str):
+        raise unsupported(field, f"a choice of the type {kind[:40]!r} has no function to call")
+    limit = f"one of {', '.join(_MODES)}, or an object with the type function or allowed_tools"
+    raise invalid_value(field, f"{field} must be {limit}.")
+
+
+def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: ToolChoice) -> TemplateInput:
+    """Return the input of a turn with how its calls are read; none are with the choice "none"."""
+    if choice.mode == "none":
+        return template_input
+    return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
+
+
+def with_choice(
+    params: SamplingParams, template_input: TemplateInput, choice: ToolChoice, chat_format: ChatFormat | None
+) -> SamplingParams:
+    """Return the parameters of a turn whose calls are those of a choice; raise ApiError 400.
+
+    `template_input` is the turn's own, with how its reply is read.
+    """
+    if chat_format is None or chat_format.tool_format is None or not template_input.tools:
+        return params
+    row = chat_format.tool_format
+    if choice.mode == "none":
+        return replace(params, bad_words=(*params.bad_words, row.start)) if row.start else params
+    tools = [
+        tool
+        for tool in template_input.tools
+        if choice.names is None or tool["function"]["name"] in choice.names
+    ]
+    if choice.mode == "required" or _is_strict(choice, tools, has_mark=bool(row.start)):
+        if params.structured is not None:
+            sentence = "tool_choice demands calls, and the reply must also have another form; give only one."
+            raise invalid_value("tool_choice", sentence)
+        grammar = call_grammar(
+            row,
+            tools,
+            chat_format.tokenizer,
+            has_one_call=choice.has_one_call,
+            has_text=choice.mode == "auto",
+            reasoning=template_input.reply,
+        )
+        return replace(params, structured=StructuredOutput.grammar(grammar))
+    if choice.has_one_call and row.call_end:
+        return replace(params, stop=(*params.stop, row.call_end[-1]))
+    return params
+
+
+def _is_strict(choice: ToolChoice, tools: Sequence[Tool], *, has_mark: bool) -> bool:
+    return has_mark and any(tool["function"]["name"] in choice.strict for tool in tools)
+
+
+def _checked(choice: ToolChoice, names: Collection[str], field: str) -> ToolChoice:
+    if not names:
+        raise invalid_value("tool_choice", "tool_choice demands a call, but tools is empty.")
+    for name in choice.names or ():
+        if name not in names:
+            raise invalid_value(
+                field, f"{field} is {name[:100]!r}, but must be the name of one of the tools."
+            )
+    return choice
+
+
+def _name_of(value: Any) -> str:
+    """Return the name of a function in the form of either API."""
+    inner = value.get("function", value) if isinstance(value, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    if not isinstance(name, str):
+        raise invalid_value("tool_choice", "tool_choice must have the name of a function.")
+    return name

@@ -1,0 +1,272 @@
+"""Tool calls in Chat Completions and Responses: whole, streamed, stored, chosen, and cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.fakes import ask
+from tests.server.openai.test_reasoning import events_of
+from tests.server.scripted import ScriptedServer
+from tests.text.tool_templates import HERMES
+
+NAMES = ("look_up", "add", "now")
+PARAMETERS = {"type": "object", "properties": {"name": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in NAMES]
+FLAT = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in NAMES]
+USER = {"role": "user", "content": "what is it?"}
+
+
+def written(name: str, arguments: str | None) -> str:
+    rest = "" if arguments is None else f', "arguments": {arguments}'
+    return f'<tool_call>\n{{"name": "{name}"{rest}}}\n</tool_call>'
+
+
+ONE = written("look_up", '{"name": "a </tool_call> b"}')
+# Public reports of other servers: streams that did not equal the whole.
+REPLIES = {
+    "one call": (ONE, None, [("look_up", '{"name": "a </tool_call> b"}')]),
+    "text before": ("I look.\n" + ONE, "I look.", [("look_up", '{"name": "a </tool_call> b"}')]),
+    "text after": (ONE + "\nThat is it.", "That is it.", [("look_up", '{"name": "a </tool_call> b"}')]),
+    "without arguments first": (
+        written("now", None) + "\n" + written("add", '{"x": 1}'),
+        None,
+        [("now", "{}"), ("add", '{"x": 1}')],
+    ),
+    "an argument called name": (
+        '<tool_call>{"arguments": {"name": "John"}, "name": "add"}</tool_call>',
+        None,
+        [("add", '{"name": "John"}')],
+    ),
+    "broken arguments": (written("add", '{"x": 1,, y}'), None, [("add", '{"x": 1,, y}')]),
+    "no call": ("a <b> & [c]", "a <b> & [c]", []),
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "history.sqlite"
+
+
+@pytest.fixture(params=REPLIES)
+def case(request: pytest.FixtureRequest, path: Path) -> Iterator[tuple[ScriptedServer, Any, Any]]:
+    """A server that gives one reply each time, and what its content and calls are."""
+    text, content, calls = REPLIES[request.param]
+    server = ScriptedServer(path, [text] * 9, HERMES)
+    yield server, content, calls
+    server.close()
+
+
+def send(server: ScriptedServer, route: str, **body: Any) -> Any:
+    status, answer = ask(server.harness, "POST", f"/v1/{route}", body)
+    assert status == 200, answer
+    return answer
+
+
+def chat(server: ScriptedServer, messages: Any = (USER,), **fields: Any) -> Any:
+    return send(server, "chat/completions", messages=list(messages), tools=TOOLS, **fields)
+
+
+def added(chunks: list[dict[str, Any]]) -> tuple[str, list[tuple[str, str]], str]:
+    """Return content, calls and the end of the deltas of a stream, as clients add them up."""
+    content, calls, reason = "", [], ""
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        content += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(calls)
+                assert (call["type"], call["function"]["arguments"]) == ("function", "")
+                calls.append([call["id"], call["function"]["name"], ""])
+            else:
+                assert set(call) == {"index", "function"}
+                calls[call["index"]][2] += call["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return content, [tuple(call) for call in calls], reason
+
+
+def test_a_completion_has_calls_and_its_stream_equals_it(case: Any) -> None:
+    server, content, calls = case
+    answer = chat(server)
+    message = answer["choices"][0]["message"]
+    assert message["content"] == content
+    found = message.get("tool_calls", [])
+    assert [(one["function"]["name"], one["function"]["arguments"]) for one in found] == calls
+    assert all(one["type"] == "function" and one["id"].startswith("call_") for one in found)
+    assert answer["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
+    streamed, stream_calls, reason = added(events_of(chat(server, stream=True)))
+    assert (streamed or None) == content
+    assert [one[1:] for one in stream_calls] == calls
+    assert reason == answer["choices"][0]["finish_reason"]
+    assert len({one[0] for one in stream_calls} | {one["id"] for one in found}) == 2 * len(calls)
+
+
+def test_a_response_has_calls_and_its_stream_equals_it(case: Any, path: Path) -> None:
+    server, content, calls = case
+    response = send(server, "responses", input="what?", tools=FLAT)
+    kinds = [item["type"] for item in response["output"]]
+    assert sorted(kinds) == ["function_call"] * len(calls) + ["message"] * (content is not None)
+    found = [item for item in response["output"] if item["type"] == "function_call"]
+    assert [(item["name"], item["arguments"]) for item in found] == calls
+    events = events_of(send(server, "responses", input="what?", tools=FLAT, stream=True))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    final = events[-1]["response"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["output"]
+    for index, item in enumerate(final["output"]):
+        if item["type"] == "function_call":
+            own = [event for event in events if event.get("output_index") == index]
+            deltas = "".join(event["delta"] for event in own if event["type"].endswith("arguments.delta"))
+            assert deltas == item["arguments"]
+            assert own[0]["item"]["arguments"] == "" and own[0]["item"]["status"] == "in_progress"
+            assert own[-2]["type"] == "response.function_call_arguments.done"
+            assert (own[-2]["arguments"], own[-2]["name"]) == (item["arguments"], item["name"])
+    name = f"/v1/responses/{final['id']}"
+    assert ask(server.harness, "GET", name) == (200, final)
+    for starting_after in (0, len(events) // 2, len(events) - 2):
+        _, raw = ask(server.harness, "GET", f"{name}?stream=true&starting_after={starting_after}")
+        assert events_of(raw) == events[starting_after + 1 :]
+    server.close()
+    again = ScriptedServer(path, [], HERMES)
+    assert ask(again.harness, "GET", name) == (200, final)
+    again.close()
+
+
+def test_a_loop_of_calls_goes_on_from_its_tokens(path: Path) -> None:
+    server = ScriptedServer(path, [ONE, written("now", "{}"), "It is done."], HERMES)
+    messages: list[Any] = [USER]
+    for number in range(2):
+        message = chat(server, messages)["choices"][0]["message"]
+        (call,) = message["tool_calls"]
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": f"found {number}"}]
+    assert chat(server, messages)["choices"][0]["message"]["content"] == "It is done."
+    nodes = [turn.spec.node for turn in server.engine.turns]
+    assert [node.parent_id for node in nodes] == [None, nodes[0].turn_id, nodes[1].turn_id]
+    server.close()
+
+
+def test_a_call_its_result_and_a_third_question_by_id(path: Path) -> None:
+    server = ScriptedServer(path, [ONE, "An animal.", "Yes."], HERMES)
+    first = send(server, "responses", input="what is it?", tools=FLAT)
+    (call,) = first["output"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "found it"}
+    second = send(server, "responses", input=[output], tools=FLAT, previous_response_id=first["id"])
+    server.close()
+    server = ScriptedServer(path, ["Yes."], HERMES)
+    send(server, "responses", input="sure?", tools=FLAT, previous_response_id=second["id"])
+    spec = server.engine.turns[-1].spec
+    record = server.engine.store.load_turn(spec.node.owner, spec.node.parent_id)
+    ids = [*record.token_ids.tolist()[: spec.keep], *spec.prompt_token_ids]
+    context = server.harness.services.tokenizer.decode_raw(ids)
+    assert ONE in context and "found it" in context and "An animal." in context
+    server.close()
+
+
+def test_a_call_that_length_cuts_is_not_finished(path: Path) -> None:
+    server = ScriptedServer(path, [ONE] * 2, HERMES)
+    answer = chat(server, max_tokens=50)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "look_up"
+    assert '{"name": "a </tool_call> b"}'.startswith(call["function"]["arguments"])
+    response = send(server, "responses", input="what?", tools=FLAT, max_output_tokens=50)
+    assert (response["status"], response["output"][0]["status"]) == ("incomplete", "incomplete")
+    server.close()
+
+
+def test_marks_are_shown_to_turns_with_tools_only(path: Path) -> None:
+    server = ScriptedServer(path, [ONE] * 2, HERMES)
+    answer = send(server, "chat/completions", messages=[USER])
+    assert (
+        answer["choices"][0]["message"]["content"] == '\n{"name": "look_up", "arguments": {"name": "a  b"}}\n'
+    )
+    assert "tool_calls" not in answer["choices"][0]["message"]
+    server.close()
+
+
+def params_of(path: Path, **fields: Any) -> Any:
+    server = ScriptedServer(path, [ONE], HERMES)
+    chat(server, **fields)
+    server.close()
+    return server.engine.turns[0].spec
+
+
+def test_the_choice_of_tools_decides_the_form_of_a_reply(path: Path) -> None:
+    named = {"type": "function", "function": {"name": "add"}}
+    allowed = {"mode": "required", "tools": [named, {"type": "function", "function": {"name": "now"}}]}
+    plain = params_of(path, tool_choice="auto").params
+    assert (plain.structured, plain.bad_words, plain.stop) == (None, (), ())
+    for choice, names in (
+        ("required", NAMES),
+        (named, ("add",)),
+        ({"type": "allowed_tools", "allowed_tools": allowed}, ("add", "now")),
+    ):
+        spec = params_of(path, tool_choice=choice)
+        grammar = spec.params.structured.text
+        assert [name for name in NAMES if json.dumps(name) in grammar] == [n for n in NAMES if n in names]
+        assert [tool["function"]["name"] for tool in spec.template_input.tools] == list(NAMES)
+    spec = params_of(path, tool_choice="none")
+    assert (spec.params.bad_words, spec.template_input.reply.calls) == (("<tool_call>",), "")
+
+
+def test_a_reply_ends_behind_one_call_without_parallel_calls(path: Path) -> None:
+    server = ScriptedServer(path, [ONE + "\n" + written("now", "{}")] * 2, HERMES)
+    for stream in (False, True):
+        answer = chat(server, parallel_tool_calls=False, stream=stream)
+        if stream:
+            _, calls, reason = added(events_of(answer))
+            assert (len(calls), reason) == (1, "tool_calls")
+        else:
+            assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    server.close()
+
+
+def test_strict_tools_have_a_form_from_their_mark_on(path: Path) -> None:
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    server = ScriptedServer(path, [ONE], HERMES)
+    send(server, "chat/completions", messages=[USER], tools=strict)
+    assert server.engine.turns[0].spec.params.structured.text.startswith("start: TEXT (call")
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"tool_choice": "required"}, "invalid_value", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "all"}, "invalid_value", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "unsupported_parameter", "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "invalid_value",
+            "tool_choice.function.name",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "invalid_value",
+            "tool_choice",
+        ),
+    ],
+)
+def test_a_choice_that_cannot_be_is_named(path: Path, fields: Any, code: str, param: str) -> None:
+    server = ScriptedServer(path, [ONE], HERMES)
+    status, answer = ask(server.harness, "POST", "/v1/chat/completions", {"messages": [USER], **fields})
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, code, param)
+    server.close()
+
+
+def test_a_template_without_a_known_format_refuses_tools(path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+    for settings, expected in (({}, 400), ({"tools": "ignore"}, 200), ({"tool_call_parser": "hermes"}, 200)):
+        server = ScriptedServer(path, [ONE], template, **settings)
+        status, answer = ask(
+            server.harness, "POST", "/v1/chat/completions", {"messages": [USER], "tools": TOOLS}
+        )
+        assert status == expected
+        if expected == 400:
+            assert answer["error"]["param"] == "tools" and "--tools=ignore" in answer["error"]["message"]
+        server.close()
