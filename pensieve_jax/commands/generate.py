@@ -227,6 +227,7 @@ def main() -> int:
             model.eos_token_ids,
             runner.max_logprobs,
             runner.max_banned_ids,
+            runner.penalties,
         )
         check_default_params(params, limits)
         check_prompts(conversations, FLAGS.input, functools.partial(check_ids, limits))

@@ -61,14 +61,17 @@ class ModelLimits:
       vocab_size: upper bound of token ids, exclusive.
       max_context_tokens: maximum of history + prompt + reply.
       eos_token_ids: end-of-sequence ids of the model.
-      max_logprobs, max_banned_ids: see `RunnerConfig`.
+      max_logprobs, max_banned_ids, penalties: see `RunnerConfig`.
+      adjusts: whether the engine changes logits before the choice (`SamplingField.adjusts`).
     """
 
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...] = ()
-    max_logprobs: int = 8
+    max_logprobs: int = 20
     max_banned_ids: int = 8
+    penalties: bool = True
+    adjusts: bool = True
 
 
 def check_params(
@@ -90,9 +93,23 @@ def check_params(
         raise InvalidRequestError(
             "logprobs", params.logprobs, f"at most {limits.max_logprobs}", f"raise {group}max_logprobs"
         )
-    for i, token_id in enumerate(params.stop_token_ids):
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for i, token_id in enumerate(getattr(params, name) or ()):
+            if token_id >= limits.vocab_size:
+                raise InvalidRequestError(f"{name}[{i}]", token_id, f"below {limits.vocab_size}")
+    for token_id in params.logit_bias:
         if token_id >= limits.vocab_size:
-            raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, f"below {limits.vocab_size}")
+            raise InvalidRequestError("logit_bias", token_id, f"a mapping of ids below {limits.vocab_size}")
+    if not limits.adjusts:
+        params.check_in_use(lambda row: row.adjusts, "padded batches do not adjust logits", "")
+    if not limits.penalties:
+        params.check_in_use(
+            lambda row: row.penalty is not None, "this engine counts no ids", f"set {group}penalties"
+        )
+    if params.bad_words and tokenizer is None:
+        raise TokenizerMissingError(
+            "bad_words need a tokenizer, which the model does not have; use allowed_token_ids or logit_bias."
+        )
     num_banned = len(params.ending_ids(limits.eos_token_ids)) if params.min_tokens else 0
     if num_banned > limits.max_banned_ids:
         raise InvalidRequestError(

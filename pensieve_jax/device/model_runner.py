@@ -31,10 +31,12 @@ from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.decoding.adjustments import Adjustment
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import Scores, lost_a_device, unpack_result
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
+from pensieve_jax.device.adjuster import Adjuster
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage, num_layer_groups_on
@@ -61,6 +63,7 @@ class StepHandle:
       mode: what its choice computes.
       num_samples: S, its rows to sample.
       scores: output of its forward pass; None after `choose`.
+      adjustment: biases and penalties of its rows; None if no row has any.
       words: i32[S * (2 + 2 * K) + 1], the packed result, whose copy to the host has started; None before
         `choose`.
     """
@@ -68,6 +71,7 @@ class StepHandle:
     mode: SamplerMode
     num_samples: int
     scores: Scores | None
+    adjustment: Adjustment | None = None
     words: jax.Array | None = None
 
 
@@ -125,6 +129,13 @@ class ModelRunner:
             num_top=self._num_top,
             exchange=self._exchange,
             small_batch_matmul=self.kernels.decode_matmul.name,
+        )
+        self._adjuster = Adjuster(
+            model_config.vocab_size,
+            mesh,
+            (layout.max_num_samples for layout in self.layouts.values()),
+            max_num_samples=self._programs.max_num_samples,
+            num_slots=config.num_count_slots,
         )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
@@ -196,11 +207,11 @@ class ModelRunner:
     def choose(self, handle: StepHandle, words: np.ndarray | None) -> None:
         """Start the choice of a launched step's ids; see `Runner`."""
         assert handle is self._unchosen and handle.scores is not None, "not the last launched step"
-        assert words is None, "masks are not supported"
         self._unchosen, scores, handle.scores = None, handle.scores, None
         try:
-            run = self._executables.choose[handle.num_samples, handle.mode]
-            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
+            run, logits = self._executables.choose[handle.num_samples, handle.mode], scores.logits
+            adjusted = self._adjuster.scores(logits, self._prev_ids, handle.adjustment, words)
+            self._prev_ids, result = run(logits, adjusted, scores.rows, *self._exchange.arrays[1:])
             if self._device.platform != "cpu":  # a CPU result is read in place
                 result.copy_to_host_async()
             self._launched = handle.words = result
@@ -226,6 +237,7 @@ class ModelRunner:
         self.device_pools.reset()
         try:
             self._exchange.renew()
+            self._adjuster.reset()
             self._prev_ids = self._no_ids()
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("the device could not be prepared for steps again", error) from error
@@ -295,8 +307,11 @@ class ModelRunner:
         Doing both at once, in two threads, saves no time: while the driver pins memory, calls that map or
         unmap memory wait for seconds, and lowering and compiling make many such calls.
         """
-        num_all = self._transfers.num_preparations + self._programs.num_programs
-        jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())
+        programs = self._programs, self._adjuster
+        num_all = self._transfers.num_preparations + sum(one.num_programs for one in programs)
+        jobs = itertools.chain(
+            self._programs.jobs(self._executables), self._adjuster.jobs(), self._transfers.jobs()
+        )
         guard = self._budget.out_of_memory_as_config_error(self._step_bytes)
         with guard, contextlib.closing(compile_all(jobs, store)) as compiled:
             for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
@@ -308,14 +323,21 @@ class ModelRunner:
         """Run every executable once, which loads kernels and allocates workspaces before any request."""
         with self._budget.out_of_memory_as_config_error(self._step_bytes):
             self._transfers.rehearse()
+            self._adjuster.reset()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
                 handle = self._launch(self._empty_plan(layout), mode)
                 self.choose(handle, None)
                 self.fetch(handle)
+            for layout in {one.max_num_samples: one for one in self.layouts.values()}.values():
+                for adjustment, words in self._adjuster.rehearsals(layout.max_num_samples):
+                    handle = self._launch(self._empty_plan(layout), sampler.all_modes()[0])
+                    handle.adjustment = adjustment
+                    self.choose(handle, words)
+                    self.fetch(handle)
 
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         assert self._unchosen is None, "the ids of the step before were not chosen"
-        self._unchosen = StepHandle(mode, plan.layout.max_num_samples, self.forward(plan))
+        self._unchosen = StepHandle(mode, plan.layout.max_num_samples, self.forward(plan), plan.adjustment)
         return self._unchosen
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:

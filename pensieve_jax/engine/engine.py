@@ -127,6 +127,7 @@ class Engine:
             self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
+            num_count_slots=config.num_count_slots,
         )
         unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*unchanged, stateful=config.stateful)
@@ -459,6 +460,7 @@ class Engine:
         """
         self._loop.in_flight = None
         self._needs_new_pools = True
+        self._planner.forget_counts()
         self._cache.lose_device()
         replies = self._ledger.replies.values()
         ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]

@@ -19,10 +19,11 @@ from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.conversations import ConversationTable
-from pensieve_jax.engine.late_rows import LateRow
+from pensieve_jax.engine.late_rows import JoinedRows, LateRow
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
+from pensieve_jax.engine.option_rows import option_rows
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
@@ -55,7 +56,7 @@ class TurnSubmitter:
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
         """Queue turns in order; with nothing queued on errors.
 
-        Raises the errors of `check_turns` and of `Grammars.compile`, and HistoryError.
+        Raises the errors of `check_turns`, `option_rows` and `Grammars.compile`, and HistoryError.
         """
         places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
         rows = [self._late_row(spec.params) for spec in specs]
@@ -71,10 +72,12 @@ class TurnSubmitter:
 
     def _late_row(self, params: SamplingParams) -> LateRow | None:
         """Return the masks of a new turn, or None."""
-        if params.structured is None or self._grammars is None:
-            return None
-        ending_ids = params.ending_ids(self._limits.eos_token_ids)
-        return self._grammars.compile(params.structured).row(ending_ids, params.min_tokens)
+        limits = self._limits
+        ending_ids = params.ending_ids(limits.eos_token_ids)
+        rows = option_rows(params, self._tokenizer, limits.vocab_size, ending_ids)
+        if params.structured is not None and self._grammars is not None:
+            rows.append(self._grammars.compile(params.structured).row(ending_ids, params.min_tokens))
+        return JoinedRows(rows) if rows else None
 
     def _queue(self, spec: TurnSpec, placed: PlacedTurn, row: LateRow | None) -> Turn:
         params = spec.params

@@ -67,6 +67,7 @@ class RebatchingEngine:
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             max_banned_ids=config.max_banned_ids,
+            adjusts=False,
         )
         self._observe = observe
         self._seen: list[StepSeen] = []

@@ -18,6 +18,7 @@ from pensieve_jax.cache import CachedSequence, EvictionClass
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.adjustments import bias_words, penalty_words
 from pensieve_jax.decoding.sampling_rows import pack_sampling
 
 type Intervals = list[tuple[int, int]]
@@ -40,6 +41,8 @@ class Request:
       request_id: its arrival number; requests are served in this order.
       seed: 64-bit seed of the turn's samples.
       sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
+      bias: biases of `params`, by `bias_words`; None without any.
+      penalties: penalties of `params`, by `penalty_words`; None without any.
       ending_ids: ids that end the reply; they are banned before `min_tokens`.
       num_history_tokens: length of the history.
       num_prompt_end: length of history + prompt.
@@ -60,6 +63,7 @@ class Request:
         "_swapped_in_tokens",
         "_uncomputed",
         "_was_admitted",
+        "bias",
         "conversation",
         "ending_ids",
         "holes",
@@ -70,6 +74,7 @@ class Request:
         "num_suspensions",
         "num_unending",
         "params",
+        "penalties",
         "request_id",
         "resume_recomputed_tokens",
         "resume_swapped_in_tokens",
@@ -100,6 +105,8 @@ class Request:
         self.seed = seed
         self.ending_ids = ending_ids
         self.sampling = pack_sampling(params, seed)
+        self.bias = bias_words(params) if params.logit_bias else None
+        self.penalties = penalty_words(params) if params.has_penalties else None
         self.token_ids = conversation.token_ids
         self.num_history_tokens = conversation.num_history_tokens
         self.num_prompt_end = len(conversation.token_ids)

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from model_defs import ModelError
@@ -35,8 +36,11 @@ _READ_BYTES = 1 << 16
 _POLL_MS = 500
 
 
-def main() -> int:
-    """Serve the front end at the file descriptor of the command line, and return the exit status."""
+def main(make: Callable[[Start], Assembled] | None = None) -> int:
+    """Serve the front end at the file descriptor of the command line, and return the exit status.
+
+    `make` builds the engine; a program of the laboratory has its own.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as front:
@@ -48,7 +52,7 @@ def main() -> int:
         ready = threading.Event()
         threading.Thread(target=_leave_with_front, args=(front, ready), daemon=True).start()
         try:
-            parts = _assemble(start)
+            parts = (make or _assemble)(start)
         except (PensieveError, ModelError, AttentionArgumentError) as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED

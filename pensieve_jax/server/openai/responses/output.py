@@ -141,7 +141,10 @@ class _Parts:
 
     def add(self, piece: TextPiece) -> WireEvents:
         self._waiting += piece.logprobs
-        return self._take(self._parser.feed(piece.text))
+        events = self._take(self._parser.feed(piece.text))
+        if not self._parser.holds_content:  # its text is not content, or was shown
+            self._waiting.clear()
+        return events
 
     def end(self, response: Mapping[str, Any]) -> WireEvents:
         events = self._rest

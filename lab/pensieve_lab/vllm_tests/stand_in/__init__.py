@@ -1,0 +1,1 @@
+"""Files that are copied beside vLLM's tests, and run in an environment of their own."""
