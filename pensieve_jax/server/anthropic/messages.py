@@ -223,7 +223,7 @@ class NewMessage(MessageContext):
 
     def _call_id(self, index: int, header: str) -> str:
         context = self._turns.contexts[0]
-        return call_id(context.template_input.reply, context.node.turn_id, index, header)
+        return call_id(context.node.turn_id, index, row=context.template_input.reply.calls, header=header)
 
     def _ending(self, output: Output, parser: ReplyParser) -> dict[str, Any]:
         return ending_of(output, self._body.max_tokens, calls_tools=parser.num_calls > 0)

@@ -31,7 +31,7 @@ _REASONS: Final = ("<think>", "reasoning_content", "reasoning_effort")
 
 
 class FunctionDefinition(Body):
-    """The function of a tool. `strict` is no text for the model."""
+    """The function of a tool. Templates do not get `strict`."""
 
     name: str
     description: str | None = None

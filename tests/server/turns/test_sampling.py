@@ -90,6 +90,14 @@ def test_defaults_that_are_not_applied_are_named(tmp_path, caplog, values, named
     assert said == ([f"{path} sets {named}, which this server does not apply"] if named else [])
 
 
+def test_penalties_of_the_model_are_left_out_where_the_engine_has_none(tmp_path, caplog):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"repetition_penalty": 1.05, "min_p": 0.1}))
+    assert model_defaults(str(tmp_path), penalties=False) == {"temperature": 1.0, "min_p": 0.1}
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage() == f"{path} sets repetition_penalty=1.05, which this server does not apply"
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
