@@ -20,6 +20,16 @@ from pensieve_jax.server.turns.sampling import (
     Tokens,
 )
 
+_OTHER_FORMS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json_object": (False,),
+}
+"""Other APIs' names for the form of a reply, with values without effect; here it is `output_config`."""
 _CLEAR_THINKING: Final = "clear_thinking_20251015"
 
 
@@ -184,6 +194,7 @@ class MessagesBody(ContextFields, kw_only=True):
         **UNSUPPORTED_SAMPLING,
         **ContextFields.UNSUPPORTED,
         **refused_fields(MESSAGES),
+        **_OTHER_FORMS,
         "n": (1,),
         "logprobs": (False, 0),
         "top_logprobs": (0,),
@@ -203,6 +214,7 @@ class MessagesBody(ContextFields, kw_only=True):
             (*refused_fields(MESSAGES), "n", "logprobs", "top_logprobs"), "Use /v1/chat/completions."
         ),
         **dict.fromkeys(("stop", "stop_strings"), "Use stop_sequences."),
+        "structured": "Use output_config.format.",
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "Use max_tokens."),
         "store": "Start the server with --chat_history=durable, or use /v1/chat/completions.",
     }
