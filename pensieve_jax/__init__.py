@@ -33,7 +33,7 @@ from pensieve_jax.core.errors import (
     UnknownRecordError,
     UnknownTurnError,
 )
-from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, Output, PromptLogprob, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.runtime.asynchronous_launches import ask_for_asynchronous_launches
@@ -111,6 +111,7 @@ __all__ = [
     "ModelError",
     "Output",
     "PensieveError",
+    "PromptLogprob",
     "RunnerConfig",
     "SamplingParams",
     "SchedulerConfig",

@@ -81,10 +81,11 @@ def check_params(
         raise TokenizerMissingError(
             "stop strings need text, but the model has no tokenizer; use stop_token_ids."
         )
-    if params.logprobs is not None and params.logprobs > limits.max_logprobs:
-        raise InvalidRequestError(
-            "logprobs", params.logprobs, f"at most {limits.max_logprobs}", f"raise {group}max_logprobs"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(params, name)
+        if number is not None and number > limits.max_logprobs:
+            limit = f"at most {limits.max_logprobs}"
+            raise InvalidRequestError(name, number, limit, f"raise {group}max_logprobs")
     for i, token_id in enumerate(params.stop_token_ids):
         if token_id >= limits.vocab_size:
             raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, f"below {limits.vocab_size}")

@@ -42,7 +42,14 @@ from pensieve_jax.engine.turn import Deltas, ReplyState, Turn
 from pensieve_jax.engine.validation import check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.server_tables.changes import HistoryChange
-from pensieve_jax.scheduler import Planner, RequestStatus, SchedulerOutput
+from pensieve_jax.scheduler import (
+    Planner,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    StepResult,
+    scoring_bucket,
+)
 from pensieve_jax.text import Message, Tokenizer
 
 
@@ -51,6 +58,7 @@ class _LaunchedStep(NamedTuple):
 
     output: SchedulerOutput
     handle: Any
+    scored: tuple[tuple[Request, int], ...]  # as in `Planner`
 
 
 class Engine:
@@ -114,6 +122,7 @@ class Engine:
             self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
+            scoring_bucket=scoring_bucket(config.scheduler, cache.chunk_tokens),
         )
         unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*unchanged, stateful=config.stateful)
@@ -193,7 +202,11 @@ class Engine:
             return self._step()
         except StepFailedError as error:
             replies = self._ledger.replies.values()
-            ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
+            ran = [
+                reply
+                for reply in replies
+                if reply.request.status is not RequestStatus.WAITING or reply.lacks_scores
+            ]
             return self._lose_step(error, ran)
 
     def take_deltas(self) -> Deltas:
@@ -368,7 +381,8 @@ class Engine:
             raise RuntimeError("An observer failed in the middle of a step.") from error
 
     def _launch(self, output: SchedulerOutput) -> _LaunchedStep:
-        return _LaunchedStep(output, self._runner.dispatch(self._planner.plan(output)))
+        handle = self._runner.dispatch(self._planner.plan(output))
+        return _LaunchedStep(output, handle, self._planner.scored)
 
     def _step(self) -> list[Turn]:
         """Schedule and dispatch step N+1 before fetching the ids of step N."""
@@ -379,7 +393,7 @@ class Engine:
         """Fetch a step's ids, give them to their turns, and commit the turns that end with them."""
         result = self._runner.fetch(step.handle)
         endings: list[tuple[ReplyState, FinishReason]] = []
-        broken: list[ReplyState] = []
+        broken = self._accept_prompts(step, result)
         sampling = [grant for grant in step.output.grants if grant.samples]
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
         touched = self._ledger.touched
@@ -387,7 +401,7 @@ class Engine:
             sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
-            if reply is None:
+            if reply is None or reply in broken:
                 continue  # it ended one step earlier or was cancelled: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             if not isfinite(logprob):
@@ -401,6 +415,20 @@ class Engine:
         ended = self._ledger.commit(endings) + self._ledger.lose_to_logits(broken)
         self._conversations.forget_stateless()
         return ended
+
+    def _accept_prompts(self, step: _LaunchedStep, result: StepResult) -> list[ReplyState]:
+        """Give log-probabilities of prompts to their turns; returns those with values that are not finite."""
+        broken: list[ReplyState] = []
+        begin = 0
+        for request, num_rows in step.scored:
+            rows, begin = slice(begin, begin + num_rows), begin + num_rows
+            reply = self._ledger.replies.get(request)
+            if reply is None or reply in broken:
+                continue
+            assert result.prompt is not None, "the runner left out the scores of a prompt"
+            if not reply.accept_prompt(result.prompt, rows):
+                broken.append(reply)
+        return broken
 
     def _lose_step(self, error: StepFailedError, lost: Sequence[ReplyState]) -> list[Turn]:
         """Fail the `lost` turns and keep the chunks in host memory; conversations survive.

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, FinishReason, Output, PromptLogprob, TokenLogprob, Usage
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
+from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
 
@@ -134,6 +137,7 @@ class ReplyState(ReplyTokens):
       messages: chat messages that the prompt was rendered from; None for a prompt of text or ids.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
+      prompt_logprobs: entries of the first prompt tokens if requested, else None.
       output: result of the turn, after it ended.
       error: error of a turn that ended without an output.
     """
@@ -153,6 +157,9 @@ class ReplyState(ReplyTokens):
         self.messages = messages
         self.node = node
         self.origin = origin
+        self.prompt_logprobs: list[PromptLogprob | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [] if request.num_history_tokens else [None]
         self.output: Output | None = None
         self.error: PensieveError | None = None
 
@@ -165,6 +172,46 @@ class ReplyState(ReplyTokens):
     def durable(self) -> bool:
         """Whether the turn is to be stored in the history."""
         return not self.request.conversation.one_off if self.node is None else self.node.durable
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether a dispatched step computes log-probabilities of its prompt that have not arrived."""
+        request, entries = self.request, self.prompt_logprobs
+        return entries is not None and request.num_history_tokens + len(entries) < request.scored_end
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether its conversation leaves memory with it.
+
+        No later turn of a one-off request exists. A turn that scores a whole context is not for continuing
+        either, unless it is stored: many such prompts would only evict conversations that return.
+        """
+        node = self.node
+        if node is None:
+            return self.request.conversation.one_off
+        return self.prompt_logprobs is not None and node.parent_id is None and not node.durable
+
+    def accept_prompt(self, scores: PromptScores, rows: slice) -> bool:
+        """Add the next prompt tokens' log-probabilities from these rows; returns whether all are finite."""
+        request, entries = self.request, self.prompt_logprobs
+        assert entries is not None
+        logprobs = scores.logprobs[rows]
+        if not np.isfinite(logprobs).all():
+            return False
+        start = request.num_history_tokens + len(entries)
+        k = request.params.prompt_logprobs or 0
+        entries += (
+            PromptLogprob(token_id, logprob, rank, dict(zip(top_ids, top_logprobs, strict=True)))
+            for token_id, logprob, rank, top_ids, top_logprobs in zip(
+                request.token_ids[start : start + len(logprobs)],
+                logprobs.tolist(),
+                scores.ranks[rows].tolist(),
+                scores.top_ids[rows, :k].tolist(),
+                scores.top_logprobs[rows, :k].tolist(),
+                strict=True,
+            )
+        )
+        return True
 
     def finish(self, reason: FinishReason, ended_at_s: float) -> Usage:
         """Make the output of a turn that ended at `ended_at_s`; returns its usage record."""
@@ -180,6 +227,7 @@ class ReplyState(ReplyTokens):
             usage=usage,
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             ended_at_s=ended_at_s,
         )
         return usage

@@ -216,6 +216,11 @@ class RebatchingEngine:
                 most,
             )
         check_params(params, self._limits, self._tokenizer, group="")
+        if params.max_tokens == 0:
+            raise InvalidRequestError("max_tokens", 0, "at least 1 in padded batches")
+        if params.prompt_logprobs is not None:
+            limit = "None in padded batches, which do not score prompts"
+            raise InvalidRequestError("prompt_logprobs", params.prompt_logprobs, limit)
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise InvalidRequestError(
                 f"priorities{place}" if place else "priority",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
+from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import COLUMNS
 
 NUM_FLAGS = 4
@@ -172,6 +173,7 @@ class StepPlan:
       layout: shape of the bucket's plans.
       buffer: i32[layout.size].
       step_id: number of the plan, from 0; the runner asserts that none is skipped.
+      prompt_rows: positions that score prompt tokens; None in most steps, so they are beside the buffer.
     """
 
     def __init__(self, layout: PlanLayout, step_id: int, padding_slot: int) -> None:
@@ -184,6 +186,7 @@ class StepPlan:
         """
         self.layout = layout
         self.step_id = step_id
+        self.prompt_rows: PromptRows | None = None
         self.buffer = buffer = np.zeros(layout.size, np.int32)
         for part, word in layout.padded:
             buffer[part] = padding_slot if word is None else word

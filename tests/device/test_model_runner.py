@@ -454,12 +454,12 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress(monkeypatch):
-    """One call per executable: two buckets' layers and both ends, six samplers. Equal models share them."""
+    """One call per executable, seven of them of samplers and scores. Equal models share them."""
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
     runner.warm_up(lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(i, 12) for i in range(1, 13)]
+    assert [call[:2] for call in calls] == [(i, 15) for i in range(1, 16)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
     monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)

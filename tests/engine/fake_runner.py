@@ -18,6 +18,7 @@ import numpy as np
 
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.scheduler import StepPlan, StepResult, bucket_layout, token_buckets
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
@@ -89,6 +90,21 @@ def logprob_of(total: int) -> float:
 def top_of(total: int, count: int) -> dict[int, float]:
     """Return the expected `count` most likely alternatives."""
     return {(total + i) % VOCAB_SIZE: -i / 8 for i in range(count)}
+
+
+def score_of(total: int, token_id: int) -> tuple[float, int]:
+    """Return the expected log-probability and rank of a prompt token after these KV entries."""
+    word = mix(1, token_id, total)
+    return -(word % 4096) / 1024, 1 + word % VOCAB_SIZE
+
+
+def dense_totals(token_ids: Sequence[int]) -> list[int]:
+    """Return the sum of KV entries in the last layer after each of the tokens, computed without pages."""
+    parts = parts_of_mix(np.arange(len(token_ids)), np.asarray(token_ids))
+    totals = np.zeros(len(token_ids), np.uint64)
+    for _ in range(NUM_LAYERS):
+        totals = finish_mix(*parts, totals).cumsum()
+    return [int(total) for total in totals]
 
 
 class Continuation(NamedTuple):
@@ -196,6 +212,9 @@ class FakeRunner:
                 totals[tokens] = entries.cumsum()[len(slots) - _len(tokens) :]
         num_samples = int(plan.num_samples[0])
         result = self._sample(plan, totals[plan.sample_tokens[:num_samples]].tolist())
+        if plan.prompt_rows is not None:
+            scored = totals[plan.prompt_rows.tokens].tolist()
+            result = result._replace(prompt=self._score(scored, plan.prompt_rows.targets.tolist()))
         self._prev_ids = result.token_ids
         return result
 
@@ -232,6 +251,16 @@ class FakeRunner:
                 top = top_of(total, self.num_top)
                 result.top_ids[row], result.top_logprobs[row] = list(top), list(top.values())
         return result
+
+    def _score(self, totals: list[int], targets: list[int]) -> PromptScores:
+        logprobs, ranks = zip(*map(score_of, totals, targets), strict=True)
+        tops = [top_of(total, self.num_top) for total in totals]
+        return PromptScores(
+            np.array(logprobs, np.float32),
+            np.array(ranks, np.int32),
+            np.array([list(top) for top in tops], np.int32),
+            np.array([list(top.values()) for top in tops], np.float32),
+        )
 
     def _check(self, plan: StepPlan) -> None:
         """Assert what a device would silently get wrong."""

@@ -26,6 +26,11 @@ from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
+from pensieve_jax.server.openai.prompt_logprobs import (
+    check_not_streamed,
+    prompt_logprobs_field,
+    scored_by_the_first,
+)
 from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.server.turns.checks import (
     check_metadata,
@@ -69,6 +74,8 @@ class ChatCompletion:
         self._messages = body.context()
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
+        self._num_prompt_logprobs = body.prompt_logprobs
+        check_not_streamed("prompt_logprobs", body.prompt_logprobs, body.stream)
         self._created = int(self._services.now_s())
         self._contexts: list[ResolvedContext] = []
 
@@ -103,7 +110,8 @@ class ChatCompletion:
     def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return the usage."""
         for context, output in zip(self._contexts, outputs, strict=True):
-            commit_context(self._services, context, output)
+            if output.prompt_logprobs is None or context.node.durable:
+                commit_context(self._services, context, output)
         usage = completion_usage([output.usage for output in outputs], len(outputs))
         self._notes.counts |= usage
         return usage
@@ -119,7 +127,11 @@ class ChatCompletion:
             }
             for index, output in enumerate(outputs)
         ]
-        return {**self._head("chat.completion"), "choices": choices}
+        whole = {**self._head("chat.completion"), "choices": choices}
+        number, entries = self._num_prompt_logprobs, outputs[0].prompt_logprobs
+        if number is not None and entries is not None:
+            whole["prompt_logprobs"] = prompt_logprobs_field(entries, number, self._services.token_texts)
+        return whole
 
     def head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk")
@@ -150,6 +162,8 @@ class ChatCompletion:
         store = self._body.store
         if memory is not Memory.ALL:
             services.metrics.rebuilt("turn_lost")
+        if self._num_prompt_logprobs is not None:
+            memory = Memory.NONE  # the prompt is the whole context, whatever an earlier turn has computed
         try:
             return services.resolver.resolve(
                 self._owner,
@@ -176,7 +190,9 @@ class ChatCompletion:
         )
         return [
             context.spec(one, self._attachment(context, one))
-            for context, one in zip(self._contexts, params, strict=True)
+            for context, one in zip(
+                self._contexts, scored_by_the_first(params, self._num_prompt_logprobs), strict=True
+            )
         ]
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:

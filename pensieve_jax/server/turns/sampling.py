@@ -89,13 +89,11 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     # What the answer shows.
-    "echo": (False,),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "include_reasoning": (True,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "n_probs": (0,),
     "return_tokens_as_token_ids": (False,),
@@ -194,7 +192,7 @@ class SamplingFields(Body):
 
     `metadata` has an effect on stored turns only.
 
-    `top_k`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM extensions.
+    `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos` and `prompt_logprobs` are vLLM extensions.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -226,6 +224,7 @@ class SamplingFields(Body):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
 
