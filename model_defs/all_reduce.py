@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,14 @@ from pallas_kernels import all_reduce
 from pallas_kernels.all_reduce import Affine
 from pallas_kernels.residual_norms import NormSpec
 
+Terms = Annotated[jax.Array, "f[T, width]"]
+"""Terms of T tokens, or their sum."""
+Stream = Annotated[jax.Array, "f32[T, width]"]
+"""Residual stream of T tokens."""
+Parts = Annotated[jax.Array, "f[devices, T, width]"]
+"""Terms that are not yet summed, one row on each device."""
+Vector = Annotated[jax.Array, "f[width]"]
+"""Bias or scale of every row."""
 _SPLIT, _WHOLE = PartitionSpec(TENSOR_AXIS), PartitionSpec()
 
 
@@ -48,11 +56,11 @@ class PartialSums:
     """
 
     sums: AllReduce
-    parts: jax.Array
-    bias: jax.Array | None
+    parts: Parts
+    bias: Vector | None
 
 
-type Summand = jax.Array | PartialSums
+type Summand = Terms | PartialSums
 """[T, width], the term that a block adds to the residual stream."""
 
 
@@ -61,7 +69,7 @@ class AllReduce:
     """All-reduce by the kernels of `all_reduce` over the devices of `mesh`; `table` addresses its memory."""
 
     spec: SumSpec
-    table: jax.Array
+    table: Annotated[jax.Array, "i32[devices, 2 * table_len]"]
     mesh: AnyMesh
 
     def supports(self, num_rows: int, width: int, dtype: Any) -> bool:
@@ -76,14 +84,18 @@ class AllReduce:
         return fits and all_reduce.supports(*size) and not all_reduce.shares_are_faster(*size)
 
     def partial(
-        self, product: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, specs: tuple[Any, Any]
-    ) -> jax.Array:
+        self,
+        product: Callable[..., jax.Array],
+        x: Annotated[jax.Array, "f[T, *in_shape]"],
+        kernel: Annotated[jax.Array, "f[*in_shape, width]"],
+        specs: tuple[Any, Any],
+    ) -> Parts:
         """Return [devices, T, width]: on each device, `product` of its parts of `x` and `kernel`."""
         run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
         result: jax.Array = run(x, kernel)
         return result
 
-    def total(self, y: PartialSums) -> jax.Array:
+    def total(self, y: PartialSums) -> Terms:
         """Return the sum [T, width] on all devices. For many rows the compiler's all-reduce is used."""
         total = self._sum(y.parts)
         return total if y.bias is None else total + y.bias
@@ -102,13 +114,13 @@ class AllReduce:
 
     def total_and_norm(
         self,
-        stream: jax.Array,
+        stream: Stream,
         y: PartialSums,
-        scale: jax.Array | None,
-        bias: jax.Array | None,
+        scale: Vector | None,
+        bias: Vector | None,
         *,
         norm: NormSpec,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Stream, Terms]:
         """Add the sum to the stream f32[T, width]; return the result, and its norm in the norm's dtype.
 
         `scale` and `bias`, [width], are the norm's; None means that it has none. For many rows the returned
@@ -153,7 +165,7 @@ def current_all_reduce() -> AllReduce | None:
     return _current.get()
 
 
-def finish_sum(y: Summand) -> jax.Array:
+def finish_sum(y: Summand) -> Terms:
     """Return [T, width], summing `y` over devices if it is `PartialSums`."""
     if not isinstance(y, PartialSums):
         return y

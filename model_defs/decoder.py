@@ -14,12 +14,7 @@ from flax import nnx
 
 from model_defs.attention import Attention
 from model_defs.config import ModelConfig
-from model_defs.layers import Embedding
-
-Hidden = Annotated[jax.Array, "f32[T, hidden_size]"]
-"""Residual stream of T tokens."""
-TokenVector = Annotated[jax.Array, "i32[T]"]
-"""Ids or positions of T tokens."""
+from model_defs.layers import Embedding, Hidden, TokenVector
 
 
 class Decoder(nnx.Module):

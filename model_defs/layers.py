@@ -12,7 +12,7 @@ by gated_decoder and families.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,18 @@ from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from model_defs import small_batch_matmul
 from model_defs.all_reduce import PartialSums, Summand, current_all_reduce, finish_sum
+from model_defs.attention import KeysOrValues, Queries
 from model_defs.config import ModelConfig
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, NormSpec, add_and_norm, choose_backend
+
+Hidden = Annotated[jax.Array, "f32[T, hidden_size]"]
+"""Residual stream of T tokens."""
+TokenVector = Annotated[jax.Array, "i32[T]"]
+"""Ids or positions of T tokens."""
+_Input = Annotated[jax.Array, "f[T, *in_shape]"]
+_Output = Annotated[jax.Array, "f[T, *out_shape]"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +87,11 @@ class Linear(nnx.Module):
         self.kernel = declare(build, in_shape + out_shape, ins + outs)
         self.bias = declare(build, out_shape, outs) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: _Input) -> _Output:
         """Map [T, *in_shape] to [T, *out_shape], in the kernel's dtype."""
         return finish_sum(self.deferred(x))
 
-    def deferred(self, x: jax.Array) -> Summand:
+    def deferred(self, x: _Input) -> Summand:
         """Map as `__call__`, but return `PartialSums` if the current `AllReduce` handles this size."""
         x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_all_reduce()
         bias = None if self.bias is None else self.bias[...]
@@ -97,7 +105,7 @@ class Linear(nnx.Module):
         y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
         return y if bias is None else y + bias
 
-    def activated(self, x: jax.Array, name: str) -> jax.Array:
+    def activated(self, x: _Input, name: str) -> _Output:
         """Map as `__call__`, then apply the `activation` of that name."""
         small_batch_product = self._small_batch_product(x.shape[0])
         if name == "relu" and small_batch_product is not None and not self._adds_up:
@@ -105,7 +113,7 @@ class Linear(nnx.Module):
             return self._on_shards(functools.partial(small_batch_product, relu=True), self.out_axes, x, bias)
         return activation(name)(self(x))
 
-    def gated(self, x: jax.Array) -> jax.Array:
+    def gated(self, x: _Input) -> Annotated[jax.Array, "f[T, wide]"]:
         """Map [T, *in_shape] to [T, wide] by SwiGLU, with a kernel [*in_shape, 2, wide], the gate first."""
         small_batch_product = self._small_batch_product(x.shape[0], gated=True)
         if small_batch_product is not None and self.bias is None:
@@ -169,12 +177,14 @@ class Embedding(nnx.Module):
         self.vocab_axis = vocabulary_axis(vocab_size, build.mesh)
         self.table = declare(build, (vocab_size, width), (self.vocab_axis,))
 
-    def __call__(self, token_ids: jax.Array) -> jax.Array:
+    def __call__(self, token_ids: TokenVector) -> Annotated[jax.Array, "f32[T, width]"]:
         """Map ids i32[T] to rows f32[T, width]. All ids, also of padding, must be in the vocabulary."""
         rows = jnp.take(self.table[...], token_ids, axis=0, mode="clip")
         return constrain(rows.astype(jnp.float32), self.build.mesh)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(
+        self, hidden: Annotated[jax.Array, "f[S, width]"]
+    ) -> Annotated[jax.Array, "f32[S, vocab_size]"]:
         """Map [S, width] to logits f32[S, vocab_size], split by vocabulary as the table is."""
         contract = ((1,), (1,)), ((), ())
         scores = lax.dot_general(
@@ -197,13 +207,13 @@ class Norm(nnx.Module):
         self.scale = declare(build, shape, ones=True) if affine else None
         self.bias = declare(build, shape) if affine and kind == "layer" else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Hidden) -> Hidden:
         """Norm f32[T, hidden_size] in plain XLA, which fuses it with the selection of rows that follows."""
         return self._run(x, None, jnp.dtype(jnp.float32), "xla")[1]
 
     def add(
-        self, x: jax.Array, y: Summand | None, dtype: jnp.dtype | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: Hidden, y: Summand | None, dtype: jnp.dtype | None = None
+    ) -> tuple[Hidden, Annotated[jax.Array, "f[T, hidden_size]"]]:
         """Add a term to the stream f32[T, hidden_size]; return the sum, and its norm.
 
         The norm is in `dtype`, by default the dtype the model runs in, so that a matmul needs no cast. The
@@ -260,7 +270,9 @@ class FusedQKV(nnx.Module):
         self.build = build
         self.proj = Linear(build, (config.hidden_size,), out_shape, out_axis=0, bias=bias)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(
+        self, x: Annotated[jax.Array, "f[T, hidden_size]"]
+    ) -> tuple[Queries, KeysOrValues, KeysOrValues]:
         """Map [T, hidden_size] to q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
         config = self.build.config
         fused = self.proj(x)

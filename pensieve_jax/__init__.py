@@ -16,6 +16,9 @@ from pensieve_jax.core.errors import (
     ConversationChangedError,
     EngineClosedError,
     EngineDiedError,
+    GrammarFailedError,
+    GrammarQueueFullError,
+    GrammarTooComplexError,
     HistoryCorruptError,
     HistoryDeniedError,
     HistoryError,
@@ -32,10 +35,12 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
     UnknownRecordError,
     UnknownTurnError,
+    UnsupportedGrammarError,
 )
 from pensieve_jax.core.outputs import Delta, Output, PromptLogprob, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.runtime.asynchronous_launches import ask_for_asynchronous_launches
 
 if TYPE_CHECKING:
@@ -98,6 +103,9 @@ __all__ = [
     "EngineConfig",
     "EngineDiedError",
     "Explanation",
+    "GrammarFailedError",
+    "GrammarQueueFullError",
+    "GrammarTooComplexError",
     "HistoryCorruptError",
     "HistoryDeniedError",
     "HistoryError",
@@ -119,6 +127,7 @@ __all__ = [
     "SharedPrefix",
     "StepFailedError",
     "Stream",
+    "StructuredOutput",
     "TokenLogprob",
     "TokenizerMissingError",
     "Turn",
@@ -126,6 +135,7 @@ __all__ = [
     "UnknownConversationError",
     "UnknownRecordError",
     "UnknownTurnError",
+    "UnsupportedGrammarError",
     "UnsupportedModelError",
     "Usage",
     "__version__",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,7 @@ from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.page_budget import num_pages_in, reserved_bytes, staging_bytes
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.loop import Observe, unobserved
+from pensieve_jax.engine.runner import Runner
 from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.history.opening import check_location
 from pensieve_jax.model_source import resolve_model, source_tokenizer, with_tokenizer_end
@@ -78,10 +80,12 @@ def assemble(
     may_make_history: bool = True,
     clock: Clock | None = None,
     observe: Observe = unobserved,
+    wrap: Callable[[ModelRunner], Runner] | None = None,
 ) -> Assembled:
     """Build an engine with all of its parts; see `LLM` for the arguments and errors.
 
-    Without `may_make_history`, a missing history raises HistoryMissingError.
+    Without `may_make_history`, a missing history raises HistoryMissingError. The engine runs its steps on
+    what `wrap` returns for the runner.
     """
     config = checked_config(config)
     check_location(history)
@@ -107,7 +111,7 @@ def assemble(
             costs = _costs_of_runner(runner, model_config, config, dtype, str(model), progress)
         _log_costs(costs, config)
         engine = Engine(
-            runner,
+            runner if wrap is None else wrap(runner),
             config,
             _limits(model_config, config),
             store,
@@ -199,6 +203,7 @@ def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:
         eos_token_ids=model.eos_token_ids,
         max_logprobs=config.runner.max_logprobs,
         max_banned_ids=config.runner.max_banned_ids,
+        penalties=config.runner.penalties,
     )
 
 

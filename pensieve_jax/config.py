@@ -308,12 +308,20 @@ class RunnerConfig:
         "The most chunks in transit per direction. Device memory for three times as many is reserved beside "
         "the pool. For large models the number is lowered to what 1 GB per device holds, but not below 64.",
     )
-    max_logprobs: int = option(8, count(1), "The most top alternatives whose logprobs a request may ask for.")
+    max_logprobs: int = option(
+        20, count(1), "The most top alternatives whose logprobs a request may ask for."
+    )
     max_banned_ids: int = option(
         8,
         count(1),
         "The most token ids that `min_tokens` can ban from sampling (end-of-sequence and stop ids of one "
         "request).",
+    )
+    penalties: bool = option(
+        True,
+        TRUTH,
+        "Whether turns may have frequency, presence and repetition penalties. For their counts, a device "
+        "keeps 17 bits for each id of the vocabulary and each of max_num_running requests.",
     )
     max_position_embeddings: int | None = option(
         None,
@@ -404,6 +412,11 @@ class EngineConfig:
             f"0 or at least the {page_bytes:,} bytes of a chunk",
         )
         return replace(self, cache=replace(self.cache, cpu_pages=num_bytes // page_bytes, cpu_bytes=None))
+
+    @property
+    def num_count_slots(self) -> int:
+        """Number of turns whose ids are counted on the device at a time."""
+        return self.scheduler.max_num_running if self.runner.penalties else 0
 
     def resolve_context_tokens(self, model_max_tokens: int) -> int:
         """Return the longest context in tokens: the configured one, or what model and pool allow.

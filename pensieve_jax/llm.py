@@ -9,7 +9,7 @@ Called by user code and by most commands.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
@@ -28,7 +28,7 @@ from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.model_source import DEFAULT_MODEL
-from pensieve_jax.prompts import Messages, Prompt, PromptEncoder
+from pensieve_jax.prompts import ChatOptions, Messages, Prompt, PromptEncoder
 from pensieve_jax.stream import Stream, run_all
 
 
@@ -141,6 +141,9 @@ class LLM:
         *,
         conversation_id: str | None = None,
         prefix: SharedPrefix | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> Output: ...
     @overload
     def chat(
@@ -150,6 +153,9 @@ class LLM:
         *,
         conversation_ids: Sequence[str | None] | None = None,
         prefix: SharedPrefix | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> list[Output]: ...
     def chat(
         self,
@@ -159,6 +165,9 @@ class LLM:
         conversation_id: str | None = None,
         conversation_ids: Sequence[str | None] | None = None,
         prefix: SharedPrefix | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> Output | list[Output]:
         """Run a turn of the NEW messages with the model's chat template; the history has the earlier ones.
 
@@ -169,20 +178,34 @@ class LLM:
           conversation_ids: ids of several conversations.
           prefix: result of `share_prefix` for the messages before these; for first turns only. A prefix of
             text or ids must be what the template writes first for these messages.
+          tools: function tools in OpenAI's form. None takes those of the conversation's last turn, and an
+            empty list takes none.
+          chat_template_kwargs: further variables of the chat template, such as {"enable_thinking": False}.
+            None takes those of the last turn.
+          continue_final_message: take the last message, of the assistant, as the beginning of the reply. The
+            output has only the text after it.
 
         Raises ChatTemplateError if the model has no template or its template refuses the conversation,
-        InvalidRequestError for messages that the conversation has already, and the errors of `generate`.
+        InvalidRequestError for messages that the conversation has already, a tool message that answers no
+        call, or tools and variables that the template does not read, and the errors of `generate`.
         """
         self.engine.expire_idle()
+        options = ChatOptions(tools, chat_template_kwargs, continue_final_message)
         several = isinstance(messages, list | tuple) and any(
             isinstance(one, list | tuple) for one in messages
         )
         if several:
             _check_unused("conversation_id", conversation_id, "conversation_ids, one for each list")
-            specs = self._prompts.chat_turns(messages, sampling_params, conversation_ids, prefix=prefix)
+            specs = self._prompts.chat_turns(
+                messages, sampling_params, conversation_ids, prefix=prefix, options=options
+            )
         else:
             _check_unused("conversation_ids", conversation_ids, "conversation_id, or give a list of lists")
-            specs = [self._prompts.chat_turn(messages, sampling_params, conversation_id, prefix=prefix)]
+            specs = [
+                self._prompts.chat_turn(
+                    messages, sampling_params, conversation_id, prefix=prefix, options=options
+                )
+            ]
         outputs = run_all(self.engine, specs, progress=self._progress)
         return outputs if several else outputs[0]
 
@@ -193,10 +216,16 @@ class LLM:
         *,
         conversation_id: str | None = None,
         prefix: SharedPrefix | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> Stream:
         """Run `chat` for one conversation as a stream; see `chat` for arguments and errors."""
         self.engine.expire_idle()
-        spec = self._prompts.chat_turn(messages, sampling_params, conversation_id, prefix=prefix)
+        options = ChatOptions(tools, chat_template_kwargs, continue_final_message)
+        spec = self._prompts.chat_turn(
+            messages, sampling_params, conversation_id, prefix=prefix, options=options
+        )
         return Stream(self.engine, spec)
 
     # Turns that the caller steps
@@ -235,8 +264,16 @@ class LLM:
 
     # Beginnings that conversations share
 
-    def share_prefix(self, prefix: Prompt) -> SharedPrefix:
+    def share_prefix(
+        self,
+        prefix: Prompt,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> SharedPrefix:
         """Make a prefix for conversations to share: text, token ids, or messages such as a system prompt.
+
+        Conversations with the prefix have its `tools` and `chat_template_kwargs`; see `chat`.
 
         The first turn with the prefix computes its KV cache, which all later ones reuse. A conversation that
         is loaded from the history also shares it, if a turn has used the prefix since the start. Otherwise
@@ -245,7 +282,9 @@ class LLM:
         Raises InvalidRequestError, ContextLengthError or TokenizerMissingError. Raises ChatTemplateError if
         the template does not render these messages first and independently of later ones.
         """
-        return self.engine.share_prefix(*self._prompts.prefix(prefix))
+        return self.engine.share_prefix(
+            *self._prompts.prefix(prefix, ChatOptions(tools, chat_template_kwargs))
+        )
 
     def release_prefix(self, prefix: SharedPrefix) -> None:
         """Release a prefix; its KV cache is freed after the last conversation in memory that shares it.

@@ -10,24 +10,53 @@ Called by `LLM` and the server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
 
 from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError, UnknownConversationError
+from pensieve_jax.core.json_values import json_copy
 from pensieve_jax.core.outputs import one_each
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.validation import check_prefix
-from pensieve_jax.text import ChatFormat, EarlierTurn, Message, Tokenizer, check_messages, num_messages_held
+from pensieve_jax.text import (
+    ChatFormat,
+    EarlierTurn,
+    Message,
+    ReplyReader,
+    Tokenizer,
+    check_messages,
+    check_tools,
+    num_messages_held,
+)
+from pensieve_jax.text.messages import call_ids, check_results
 
 type Messages = Sequence[Message]
-"""Chat messages: dicts with `role` and `content`."""
+"""Chat messages: dicts with `role` and `content`; see `text.messages.Message`."""
 
 type Prompt = str | Sequence[int] | Messages
 """The NEW turn only: text, token ids, or chat messages."""
+
+
+class ChatOptions(NamedTuple):
+    """How the messages of a chat turn are rendered.
+
+    Attributes:
+      tools: function tools in OpenAI's form; None for those of the turn before.
+      chat_template_kwargs: further variables of the chat template; None for those of the turn before.
+      continue_final_message: whether the last message, of the assistant, is the beginning of the reply.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+
+
+_SAME_OPTIONS = ChatOptions()
 
 
 class PromptEncoder:
@@ -44,6 +73,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._conversations = conversations
         self._chat_format: ChatFormat | None = None
+        self._replies = ReplyReader(tokenizer)
 
     def turn(
         self,
@@ -81,23 +111,33 @@ class PromptEncoder:
         conversation_id: str | None = None,
         *,
         prefix: SharedPrefix | None = None,
+        options: ChatOptions = _SAME_OPTIONS,
         field: str = "messages",
     ) -> TurnSpec:
         """Make a turn of the NEW messages with the model's chat template; see `turn` for the arguments.
 
         The rendering must begin with the prefix. The prefix's own messages go before the new ones, and are
-        stored with the turn.
+        stored with the turn. Raises InvalidRequestError also for a tool message that answers no call, and for
+        tools or template arguments that the template does not read.
         """
         new_messages = check_messages(messages, field)
         params = sampling_params or SamplingParams()
+        new_messages, prefill = _divided(new_messages, field, options.continue_final_message)
         if prefix is not None:
-            return self._chat_after(prefix, new_messages, params, conversation_id, field)
-        earlier, known = self._earlier_turns(conversation_id)
+            template_input = self._template_input(options, prefix.template_input, prefill)
+            return self._chat_after(prefix, new_messages, params, conversation_id, field, template_input)
+        earlier, known, last_input = self._earlier_turns(conversation_id)
         num_held = num_messages_held(earlier, new_messages)
         if num_held:
             _refuse_resent(field, new_messages, num_held, f"conversation {conversation_id!r}")
-        keep, token_ids = self._format().turn_prompt(earlier, known, new_messages)
-        return TurnSpec(token_ids, params, conversation_id, new_messages, keep=keep)
+        check_results(new_messages, _call_ids(earlier), field)
+        template_input = self._template_input(options, last_input, prefill)
+        keep, token_ids = self._format().turn_prompt(
+            earlier, known, new_messages, template_input=template_input
+        )
+        return TurnSpec(
+            token_ids, params, conversation_id, new_messages, keep=keep, template_input=template_input
+        )
 
     def turns(
         self,
@@ -123,24 +163,40 @@ class PromptEncoder:
         conversation_ids: Sequence[str | None] | None = None,
         *,
         prefix: SharedPrefix | None = None,
+        options: ChatOptions = _SAME_OPTIONS,
     ) -> list[TurnSpec]:
         """Call `chat_turn` for each conversation, with one set of parameters for all or one for each."""
         params, ids = _for_each(len(conversations), sampling_params, conversation_ids)
         return [
-            self.chat_turn(messages, params[i], ids[i], prefix=prefix, field=f"messages[{i}]")
+            self.chat_turn(
+                messages, params[i], ids[i], prefix=prefix, options=options, field=f"messages[{i}]"
+            )
             for i, messages in enumerate(conversations)
         ]
 
-    def prefix(self, beginning: Prompt) -> tuple[Sequence[int], tuple[Message, ...] | None]:
-        """Return the token ids of a shared prefix, and the messages that they were rendered from, if any.
+    def prefix(
+        self, beginning: Prompt, options: ChatOptions = _SAME_OPTIONS
+    ) -> tuple[Sequence[int], tuple[Message, ...] | None, TemplateInput]:
+        """Return the token ids of a shared prefix, and what they were rendered from, if from messages.
 
         Raises InvalidRequestError naming `prefix`, TokenizerMissingError, and for messages
         ChatTemplateError.
         """
         if not is_messages(beginning):
-            return self._encode(beginning, "prefix", add_bos=True), None
+            for name in ("tools", "chat_template_kwargs"):
+                if getattr(options, name):
+                    raise InvalidRequestError(
+                        name, getattr(options, name), "None for a prefix without messages"
+                    )
+            return self._encode(beginning, "prefix", add_bos=True), None, NO_INPUT
         messages = check_messages(beginning, "prefix")
-        return self._format().prefix_token_ids(messages), messages
+        check_results(messages, field="prefix")
+        template_input = self._template_input(options, NO_INPUT, None)
+        return (
+            self._format().prefix_token_ids(messages, template_input=template_input),
+            messages,
+            template_input,
+        )
 
     # Private methods
 
@@ -162,6 +218,7 @@ class PromptEncoder:
         params: SamplingParams,
         conversation_id: str | None,
         field: str,
+        template_input: TemplateInput,
     ) -> TurnSpec:
         """Make the first turn of a chat that begins with a prefix.
 
@@ -171,8 +228,9 @@ class PromptEncoder:
         shared = prefix.messages or ()
         if shared and new_messages[: len(shared)] == shared:
             _refuse_resent(field, new_messages, len(shared), "the prefix")
+        check_results(new_messages, call_ids(shared), field)
         messages = (*shared, *new_messages)
-        token_ids = self._format().token_ids(messages)
+        token_ids = self._format().token_ids(messages, template_input=template_input)
         num_shared = len(prefix.token_ids)
         if len(token_ids) <= num_shared or tuple(token_ids[:num_shared]) != prefix.token_ids:
             raise InvalidRequestError(
@@ -185,32 +243,82 @@ class PromptEncoder:
                 else "share the first messages instead of text or ids, as in "
                 'share_prefix([{"role": "system", "content": "..."}]), and send only the later messages',
             )
-        return TurnSpec(token_ids[num_shared:], params, conversation_id, messages, prefix)
+        return TurnSpec(
+            token_ids[num_shared:], params, conversation_id, messages, prefix, template_input=template_input
+        )
+
+    def _template_input(
+        self, options: ChatOptions, earlier: TemplateInput, prefill: str | None
+    ) -> TemplateInput:
+        """Return the input of a turn's rendering; `earlier` is that of the turn before."""
+        tools, arguments = earlier.tools, earlier.arguments
+        if options.tools is not None:
+            tools = check_tools(options.tools)
+        if options.chat_template_kwargs is not None:
+            if not isinstance(options.chat_template_kwargs, Mapping):
+                raise InvalidRequestError("chat_template_kwargs", options.chat_template_kwargs, "a dict")
+            arguments = json_copy(options.chat_template_kwargs, "chat_template_kwargs")
+        template_input = TemplateInput(tools, arguments, prefill)
+        if template_input != NO_INPUT:
+            self._format().check_input(template_input, arguments_field="chat_template_kwargs")
+        return template_input
 
     def _format(self) -> ChatFormat:
         if self._chat_format is None:
             self._chat_format = ChatFormat(self._tokenizer)
         return self._chat_format
 
-    def _earlier_turns(self, conversation_id: str | None) -> tuple[list[EarlierTurn], list[int]]:
-        """Return the turns of a conversation and its tokens."""
+    def _earlier_turns(
+        self, conversation_id: str | None
+    ) -> tuple[list[EarlierTurn], list[int], TemplateInput]:
+        """Return the turns of a conversation, its tokens, and what its last messages were rendered from."""
+        turns: list[EarlierTurn] = []
+        last_input, num_tokens = NO_INPUT, 0
         if conversation_id is None:
-            return [], []
+            return [], [], last_input
         try:
             record = self._conversations().record(conversation_id)
         except UnknownConversationError:
-            return [], []
-        turns, num_tokens = [], 0
+            return [], [], last_input
         for turn in record.turns:
             num_kept = num_tokens if turn.keep is None else turn.keep
             num_tokens = num_kept + len(turn.prompt_token_ids) + len(turn.output_token_ids)
-            turns.append(EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, num_tokens))
-        return turns, record.token_ids.tolist()
+            reply = self._replies.message(
+                turn.output_text, turn.output_token_ids, turn.template_input, turn=str(turn.turn_index)
+            )
+            turns.append(
+                EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, num_tokens, reply)
+            )
+            if turn.messages is not None:
+                last_input = turn.template_input
+        return turns, record.token_ids.tolist(), last_input
 
 
 def is_messages(prompt: object) -> TypeGuard[Messages]:
     """Return whether a prompt is a list of messages; its first item distinguishes it from token ids."""
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _divided(
+    messages: tuple[Message, ...], field: str, continues: bool
+) -> tuple[tuple[Message, ...], str | None]:
+    """Return the messages before the reply, and the beginning of the reply if the last one is that."""
+    if not continues:
+        return messages, None
+    last = messages[-1]
+    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls"):
+        limit = "messages that end with a text of the assistant, after another message"
+        raise InvalidRequestError(field, messages, f"{limit}, with continue_final_message")
+    return messages[:-1], last["content"]
+
+
+def _call_ids(earlier: Sequence[EarlierTurn]) -> list[str]:
+    """Return the ids of all calls of a conversation."""
+    return call_ids(
+        message
+        for turn in earlier
+        for message in (*(turn.messages or ()), *(() if turn.reply is None else (turn.reply,)))
+    )
 
 
 def _refuse_resent(field: str, messages: Messages, num_held: int, owner: str) -> NoReturn:

@@ -31,7 +31,10 @@ SAY_WHOSE_THEY_ARE = (
         f"lab/pensieve_lab/{family}"
         for family in ("kv_quality", "mutation", "pages", "parallel", "rebatching", "serving", "simulation")
     ),
-    *(f"lab/pensieve_lab/{family}" for family in ("simulator", "steps", "workload")),
+    *(
+        f"lab/pensieve_lab/{family}"
+        for family in ("client_matrix", "scripted", "simulator", "steps", "workload")
+    ),
 )
 ROOMS_WITHOUT_JAX = (
     *(

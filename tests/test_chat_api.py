@@ -296,7 +296,7 @@ def test_a_value_that_json_cannot_hold_is_an_error_of_the_message(monkeypatch: p
     assert llm.conversations() == []
 
 
-@pytest.mark.parametrize("beside", [{"name": "\ud800"}, {"\ud800": "x"}, {"name": ["x", {"y": "\udfff"}]}])
+@pytest.mark.parametrize("beside", [{"name": "\ud800"}, {"\ud800": "x"}, {"also": ["x", {"y": "\udfff"}]}])
 def test_no_part_of_a_message_may_hold_a_lone_surrogate(
     monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
 ) -> None:

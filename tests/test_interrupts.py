@@ -164,7 +164,7 @@ STRIDE = int(os.environ.get("INTERRUPTS_STRIDE", enough(180, 20)))
 
 
 def interrupt_a_step(small: SmallEngine) -> None:
-    small.harness.runner.faults["dispatch"] = KeyboardInterrupt
+    small.harness.runner.faults["launch"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         generate(small.llm)
 

@@ -257,14 +257,24 @@ class ScriptedRunner:
         self.ticker, self.end_s = ticker, 0.0
         self.layouts = {16: None, 64: None}
 
-    def dispatch(self, plan):
+    def launch(self, plan):
         self.end_s = max(self.end_s, self.ticker.now_s) + 10.0
         self.ticker.now_s += 1.0
         return self.end_s
 
+    def choose(self, handle, words):
+        assert words is None
+
     def fetch(self, handle):
         self.ticker.now_s = max(self.ticker.now_s, handle)
         return "ids"
+
+
+def started(runner, plan):
+    """Launch a step and its choice."""
+    handle = runner.launch(plan)
+    runner.choose(handle, None)
+    return handle
 
 
 class Plan:
@@ -305,15 +315,15 @@ class ScriptedTransfers:
 def test_when_steps_begin_and_end():
     ticker = Ticker()
     runner = serving_steps.TimedRunner(ScriptedRunner(ticker), ticker)
-    first = runner.dispatch(Plan(64, 40))  # at 100, ends at 110
-    second = runner.dispatch(Plan(16, 2))  # at 101, ends at 120
+    first = started(runner, Plan(64, 40))  # at 100, ends at 110
+    second = started(runner, Plan(16, 2))  # at 101, ends at 120
     assert runner.fetch(first) == "ids" and ticker.now_s == 110
     ticker.now_s += 2.0  # the host schedules
-    third = runner.dispatch(Plan(16, 4))  # done at 113, ends at 130
+    third = started(runner, Plan(16, 4))  # done at 113, ends at 130
     runner.fetch(second)
     runner.fetch(third)
     ticker.now_s += 500.0  # no turn is running
-    runner.fetch(runner.dispatch(Plan(16, 2)))
+    runner.fetch(started(runner, Plan(16, 2)))
     assert runner.totals[64] == (1, 10.0, 40) and runner.totals[16] == (3, 30.0, 8)
     assert (runner.host_s, runner.num_host_steps) == (3.0, 1), "idle time is not the host's"
     assert runner.dispatch_s == 4.0
@@ -328,7 +338,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
     scripted.transfers = ScriptedTransfers(ticker)
     runner = serving_steps.TimedRunner(scripted, ticker)
     transfers, parts = runner.transfers, runner.parts
-    handle = runner.dispatch(Plan(64, 40))
+    handle = started(runner, Plan(64, 40))
     for copies in ([ChunkCopy(1, 0, 0)], []):
         parts.lap("users" if runner.in_flight else "idle")
         assert not transfers.completed().arrived
@@ -338,7 +348,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
         transfers.expedite([3] if copies else [])
         ticker.now_s += 0.5  # the plan
         parts.work["submitted"] += 1
-        following = runner.dispatch(Plan(16, 1))
+        following = started(runner, Plan(16, 1))
         runner.fetch(handle)
         handle = following
         ticker.now_s += 0.25  # ids to turns
@@ -349,7 +359,7 @@ def test_which_part_of_the_host_a_second_belongs_to(tmp_path):
     runner.fetch(handle)
     ticker.now_s += 3600.0
     parts.lap("idle")
-    runner.dispatch(Plan(16, 1))
+    started(runner, Plan(16, 1))
     counters = parts.counters()
     # Only the second step followed one whose ids had come; its host's work began with those.
     expected = {"finish": 0.25, "users": 0.75, "complete": 2.0, "schedule": 3.0, "copies": 3.0, "plan": 0.5}

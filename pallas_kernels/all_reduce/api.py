@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,11 @@ _BACKENDS = ("jax_triton", "xla")
 _DTYPES = ("bfloat16", "float16", "float32")
 _WORD_BYTES = 16
 _LINE = 8  # a row is a multiple of this many numbers, so that it is written in whole words
+
+Rows = Annotated[jax.Array, "f[num_rows, width]"]
+"""Partial sums of this device, their sum, or its norm."""
+Table = Annotated[jax.Array, "i32[1, 2 * table_len]"]
+"""This device's row of `ExchangeMemory.table`."""
 
 
 class SumArgumentError(ValueError):
@@ -62,8 +67,8 @@ def _is_supported(width: int, dtype: Any, num_devices: int) -> bool:
 
 
 def sum_over_devices(
-    partial: jax.Array, table: jax.Array, *, axis: str, capacity: int, backend: str = "jax_triton"
-) -> jax.Array:
+    partial: Rows, table: Table, *, axis: str, capacity: int, backend: str = "jax_triton"
+) -> Rows:
     """Return the sum over devices of their [num_rows, width], with the same bits on every device.
 
     Args:
@@ -85,16 +90,16 @@ def sum_over_devices(
 
 
 def sum_and_norm(
-    partial: jax.Array,
-    table: jax.Array,
-    stream: jax.Array,
+    partial: Rows,
+    table: Table,
+    stream: Annotated[jax.Array, "f32[num_rows, width]"],
     affine: Affine,
     *,
     norm: NormSpec,
     axis: str,
     capacity: int,
     backend: str = "jax_triton",
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Annotated[jax.Array, "f32[num_rows, width]"], Rows]:
     """Add the sum over devices and its bias to the stream; return that, f32[num_rows, width], and its norm.
 
     Args:
@@ -122,16 +127,16 @@ def sum_and_norm(
 
 
 def sum_and_norm_of_shares(
-    partial: jax.Array,
-    table: jax.Array,
-    share: jax.Array,
+    partial: Rows,
+    table: Table,
+    share: Annotated[jax.Array, "f32[share_rows, width]"],
     affine: Affine,
     *,
     norm: NormSpec,
     axis: str,
     capacity: int,
     backend: str = "jax_triton",
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Annotated[jax.Array, "f32[share_rows, width]"], Rows]:
     """Sum and norm many rows: each device computes one share of them; the first device has the first rows.
 
     Args:

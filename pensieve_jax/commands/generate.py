@@ -126,7 +126,7 @@ def check_prompts(
 def check_default_params(params: SamplingParams, limits: ModelLimits) -> None:
     """Raise InvalidRequestError, which names the flag, for sampling flags that are invalid for every turn."""
     try:
-        check_params(dataclasses.replace(params, stop=()), limits, None, group="--")
+        check_params(dataclasses.replace(params, stop=(), structured=None), limits, None, group="--")
     except InvalidRequestError as error:
         if error.field not in FLAGS:
             raise
@@ -135,8 +135,8 @@ def check_default_params(params: SamplingParams, limits: ModelLimits) -> None:
 
 def check_ids(limits: ModelLimits, turn: InputTurn, index: int) -> None:
     """Raise a PensieveError for ids, lengths and parameters, which need no tokenizer."""
-    # Stop strings need a tokenizer and are checked later.
-    check_params(dataclasses.replace(turn.params, stop=()), limits, None, group="--")
+    # Stop strings and structured output need a tokenizer and are checked later.
+    check_params(dataclasses.replace(turn.params, stop=(), structured=None), limits, None, group="--")
     if isinstance(turn.prompt, list):
         for token_id in turn.prompt:
             if not 0 <= token_id < limits.vocab_size:
@@ -228,6 +228,7 @@ def main() -> int:
             model.eos_token_ids,
             runner.max_logprobs,
             runner.max_banned_ids,
+            runner.penalties,
         )
         check_default_params(params, limits)
         check_prompts(conversations, FLAGS.input, functools.partial(check_ids, limits))

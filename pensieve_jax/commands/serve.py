@@ -34,6 +34,7 @@ from pensieve_jax.history.opening import shown
 from pensieve_jax.history.postgres_location import is_postgres
 
 if TYPE_CHECKING:
+    from pensieve_jax import AsyncEngine
     from pensieve_jax.server.async_engine import EngineInfo
     from pensieve_jax.server.http.settings import ServerSettings
 
@@ -91,7 +92,7 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def serve() -> int:
+def serve(engine_class: type[AsyncEngine] | None = None) -> int:
     """Serve with one engine until stopped; return the exit status."""
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
@@ -112,7 +113,7 @@ def serve() -> int:
 
     with history_file(FLAGS.history) as history:
         start = functools.partial(
-            AsyncEngine.start,
+            (engine_class or AsyncEngine).start,
             FLAGS.model,
             dtype=FLAGS.dtype,
             history=history,

@@ -124,6 +124,14 @@ class ContextLengthError(InvalidRequestError):
         return type(self), (self.field, self.value, self.limit, self.hint, self.num_tokens, self.token_limit)
 
 
+class UnsupportedGrammarError(InvalidRequestError):
+    """A form of a reply that this installation or this model cannot hold a reply to."""
+
+
+class GrammarTooComplexError(InvalidRequestError):
+    """A form of a reply that exceeds the limits of compiling it or of its masks."""
+
+
 class UnknownConversationError(PensieveError, KeyError):
     """An unknown conversation id.
 
@@ -321,6 +329,29 @@ class LogitsError(PensieveError):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle with the constructor's arguments, since `args` only holds the message."""
         return type(self), (self.num_tokens,)
+
+
+class GrammarFailedError(PensieveError):
+    """The mask of a turn could not be continued, so that the turn ended; other turns of the step are correct.
+
+    Send the turn again with a simpler grammar.
+    """
+
+
+class GrammarQueueFullError(PensieveError):
+    """Too many grammars are compiling; send the turn again later.
+
+    Attributes:
+      limit: number of grammars that may compile at a time.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        super().__init__(f"{limit} grammars are compiling, which is the limit; try again in a second.")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
+        return type(self), (self.limit,)
 
 
 class EngineClosedError(PensieveError):

@@ -87,6 +87,8 @@ class Output:
         conversation's first token has the entry None, since nothing predicts it.
       ended_at_s: when the turn ended, by the engine's clock, as stored in the history; None from padded
         batches. Ignored when outputs are compared.
+      stop_string: the stop string that ended the reply, else None; also None in an output that was read back
+        from the history.
     """
 
     conversation_id: str | None
@@ -98,6 +100,7 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
     ended_at_s: float | None = field(default=None, compare=False)
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

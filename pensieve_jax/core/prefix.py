@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+
 
 @dataclass(eq=False, slots=True, repr=False)
 class SharedPrefix:
@@ -20,11 +22,13 @@ class SharedPrefix:
         once.
       messages: the chat messages that they were rendered from; None for text or ids.
       released: whether `LLM.release_prefix` was called; then turns no longer accept it.
+      template_input: what they were rendered from beside the messages.
     """
 
     token_ids: tuple[int, ...]
     messages: tuple[Mapping[str, Any], ...] | None = None
     released: bool = False
+    template_input: TemplateInput = NO_INPUT
 
     def __repr__(self) -> str:
         """Return a short text: the prefix may have thousands of tokens, and errors show it."""

@@ -9,29 +9,35 @@ Does not know: the vocabulary or the context length; the engine checks those whe
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.options import KEY, Limit, OptionRow, documented, is_utf8, options_of
+from pensieve_jax.core.structured import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 # Every stop string is searched in every token's text between two steps, which delays all turns of the engine.
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_IDS = 300
+MAX_BIAS = 100.0
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 1024
 _MAX_INT = 2**31 - 1
 _TABLE_KEY: Final = "sampling"
 
-COMPLETIONS, RESPONSES = "completions", "responses"
-ROUTES: Final = (COMPLETIONS, RESPONSES)
-"""The server's routes for sampling fields: Chat Completions and Completions together, and Responses."""
+COMPLETIONS, RESPONSES, MESSAGES = "completions", "responses", "messages"
+ROUTES: Final = (COMPLETIONS, RESPONSES, MESSAGES)
+"""The server's routes for sampling fields: Chat Completions and Completions together, Responses, and the
+Messages of Anthropic's API."""
 
 
 class Column(NamedTuple):
-    """A field in a row of a step's plan: one word of 32 bits.
+    """A field in a row of a step: one word of 32 bits.
 
     Attributes:
       dtype: dtype of the word, as numpy names it: "<f4" or "<i4".
@@ -46,24 +52,31 @@ class SamplingField(NamedTuple):
     """A row of the table, in addition to what `options_of(SamplingParams)` has.
 
     Attributes:
-      column: the field's column in a step's plan; None if only the host needs it.
+      column: the field's column in a step's plan; None if the plan does not have the field.
+      penalty: the field's column in the arrays beside a plan, which only steps with penalties have; None
+        for other fields.
       routes: those of `ROUTES` that accept the field under this name; others refuse every value but its
         default. None if each route has its own form of the field.
       flag: help text of the flag; "" without a flag.
+      adjusts: whether it changes logits before the choice, which padded batches do not support.
       is_model_default: whether a model's generation_config.json may set it for requests that omit it.
     """
 
     column: Column | None = None
+    penalty: Column | None = None
     routes: tuple[str, ...] | None = ROUTES
     flag: str = ""
+    adjusts: bool = False
     is_model_default: bool = False
 
 
 def sampling_field(default: Any, limit: Limit, help: str, table: SamplingField) -> Any:
     """Return a field of `SamplingParams` with its default, limit, help text and table row."""
     metadata = {KEY: OptionRow(limit, help, ""), _TABLE_KEY: table}
-    if isinstance(default, tuple):
+    if default == ():
         return field(default_factory=tuple, metadata=metadata)
+    if default == {}:  # a mapping has no hash; equality compares it
+        return field(default_factory=dict, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -90,6 +103,10 @@ def _real(low: float, high: float, words: str) -> Limit:
     return Limit(words, accepts)
 
 
+def _is_repetition_penalty(value: Any) -> bool:
+    return _real(0.0, 10.0, "").accepts(value) and value > 0
+
+
 def _none_or(limit: Limit) -> Limit:
     return limit._replace(accepts=lambda value: value is None or limit.accepts(value))
 
@@ -108,6 +125,10 @@ def _are_strings(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(map(_is_text, value))
 
 
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 _FLOAT, _INT = "<f4", "<i4"
 
 
@@ -116,8 +137,12 @@ _FLOAT, _INT = "<f4", "<i4"
 class SamplingParams:
     """Parameters of one turn.
 
-    A sampled turn is a function of (seed, absolute position, logits). It does not depend on the batch that
-    it ran in, on evictions or on restarts.
+    A sampled turn is a function of (seed, absolute position, logits, its own ids). It does not depend on the
+    batch that it ran in, on evictions or on restarts.
+
+    The options change a choice in this order: repetition, frequency and presence penalties, `logit_bias`,
+    masks of ids (`allowed_token_ids`, `bad_words`, `min_tokens`), `temperature`, `min_p`, `top_k`, `top_p`.
+    Log-probabilities are those of the model, before all of them.
     """
 
     max_tokens: int = sampling_field(
@@ -159,6 +184,74 @@ class SamplingParams:
             is_model_default=True,
         ),
     )
+    min_p: float = sampling_field(
+        0.0,
+        _real(0.0, 1.0, "a number from 0 to 1"),
+        "Sample among the ids whose probability is at least this share of the most likely one's; 0 is off. "
+        "Applies before top_k and top_p.",
+        SamplingField(
+            Column(_FLOAT, 0),
+            routes=(COMPLETIONS,),
+            flag="Sample among ids at least this share as likely as the most likely one; 0 is off.",
+            is_model_default=True,
+        ),
+    )
+    repetition_penalty: float = sampling_field(
+        1.0,
+        Limit("a number above 0, up to 10", _is_repetition_penalty),
+        "Divides the positive logits of ids that the context or the reply has, and multiplies their negative "
+        "ones; 1 is off.",
+        SamplingField(
+            penalty=Column(_FLOAT, 1),
+            adjusts=True,
+            flag="Factor against ids that the context or the reply has; 1 is off.",
+            is_model_default=True,
+        ),
+    )
+    frequency_penalty: float = sampling_field(
+        0.0,
+        _real(-2.0, 2.0, "a number from -2 to 2"),
+        "Subtracted from the logit of an id once for each time that the reply has it; 0 is off.",
+        SamplingField(
+            penalty=Column(_FLOAT, 0),
+            adjusts=True,
+            flag="Subtracted from an id's logit for each occurrence in the reply.",
+        ),
+    )
+    presence_penalty: float = sampling_field(
+        0.0,
+        _real(-2.0, 2.0, "a number from -2 to 2"),
+        "Subtracted from the logits of ids that the reply has; 0 is off.",
+        SamplingField(
+            penalty=Column(_FLOAT, 0),
+            adjusts=True,
+            flag="Subtracted from the logits of ids that the reply has.",
+        ),
+    )
+    logit_bias: Mapping[int, float] = sampling_field(
+        {},
+        Limit("a mapping of ids to numbers", lambda value: isinstance(value, Mapping), must_be_stated=False),
+        "Added to the logits of ids: at most 300 ids, each with a number from -100 to 100.",
+        SamplingField(adjusts=True),
+    )
+    allowed_token_ids: Sequence[int] | None = sampling_field(
+        None,
+        Limit(
+            "a list of at least one id",
+            lambda value: value is None or (_are_ids(value) and len(value) > 0),
+            must_be_stated=False,
+        ),
+        "The only ids that may be sampled; None allows all. Stored as a tuple.",
+        SamplingField(routes=(COMPLETIONS,), adjusts=True),
+    )
+    bad_words: Sequence[str] = sampling_field(
+        (),
+        Limit("a list of non-empty strings that UTF-8 can hold", _are_strings, must_be_stated=False),
+        "Texts that are not sampled, at most 64 of 1,024 characters. The last token of a text is banned "
+        "behind its other tokens, as the tokenizer writes the text with and without a space before it. "
+        "Stored as a tuple.",
+        SamplingField(routes=(COMPLETIONS,), adjusts=True, flag="A text that is not sampled."),
+    )
     seed: int | None = sampling_field(
         None,
         _none_or(_integer(0, MAX_SEED)),
@@ -178,6 +271,12 @@ class SamplingParams:
         Limit("a list of ids", lambda value: isinstance(value, Sequence), must_be_stated=False),
         "Ids that end the reply, as the model's end-of-sequence does; at most 1,024. Stored as a tuple.",
         SamplingField(routes=(COMPLETIONS,)),
+    )
+    include_stop_str_in_output: bool = sampling_field(
+        False,
+        Limit("True or False", lambda value: isinstance(value, bool), must_be_stated=False),
+        "True ends the text behind the stop string instead of before it.",
+        SamplingField(routes=(COMPLETIONS,), flag="Let the text include the stop string."),
     )
     ignore_eos: bool = sampling_field(
         False,
@@ -200,6 +299,19 @@ class SamplingParams:
         SamplingField(routes=(COMPLETIONS,)),
     )
 
+    structured: StructuredOutput | None = sampling_field(
+        None,
+        Limit(
+            "None or a StructuredOutput",
+            lambda value: value is None or isinstance(value, StructuredOutput),
+            must_be_stated=False,
+        ),
+        "The form that the reply must have, such as a JSON schema. The reply ends where the form is "
+        "complete, and `min_tokens` gives way there; a limit or a stop string can cut it. Not with "
+        "`ignore_eos`.",
+        SamplingField(routes=None),
+    )
+
     def __post_init__(self) -> None:
         """Raise `InvalidRequestError`, naming the field, for values that cannot be used."""
         for option in options_of(SamplingParams):
@@ -218,22 +330,60 @@ class SamplingParams:
             raise InvalidRequestError(
                 "min_tokens", self.min_tokens, f"an integer from 0 to {self.max_tokens}"
             )
-        _check_size("stop", self.stop, MAX_STOP_STRINGS, "strings")
-        for string in self.stop:
-            _check_size("stop", string, MAX_STOP_CHARACTERS, "characters in a string")
+        for name, max_size, max_length in (
+            ("stop", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
+            ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS),
+        ):
+            _check_size(name, getattr(self, name), max_size, "strings")
+            for string in getattr(self, name):
+                _check_size(name, string, max_length, "characters in a string")
         _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
-        for i, token_id in enumerate(self.stop_token_ids):
-            if not _is_int(token_id, 0, _MAX_INT):
-                limit = f"an integer from 0 to {_MAX_INT}"
-                raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, limit)
+        if self.structured is not None and self.ignore_eos:
+            raise InvalidRequestError("ignore_eos", True, "False with structured, whose form ends the reply")
         # Later code relies on the checks, and the caller may change its lists.
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _checked_ids(name, getattr(self, name)))
+        for name in ("stop", "bad_words"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    def check_in_use(self, refuses: Callable[[SamplingField], bool], reason: str, hint: str) -> None:
+        """Raise InvalidRequestError for the first field in use whose row of the table `refuses` it."""
+        for option in options_of(SamplingParams):
+            default = option.default() if isinstance(option.default, type) else option.default
+            value = getattr(self, option.name)
+            if value != default and refuses(sampling_table()[option.name]):
+                raise InvalidRequestError(option.name, value, f"{default!r}: {reason}", hint)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on counts of the turn's ids."""
+        return any(getattr(self, name) != column.off for name, column in penalty_columns().items())
 
     def ending_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a reply, for a model with these end-of-sequence ids."""
         eos = () if self.ignore_eos else tuple(eos_token_ids)
         return tuple(dict.fromkeys((*self.stop_token_ids, *eos)))
+
+
+def _checked_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
+    for i, token_id in enumerate(token_ids):
+        if not _is_int(token_id, 0, _MAX_INT):
+            raise InvalidRequestError(f"{name}[{i}]", token_id, f"an integer from 0 to {_MAX_INT}")
+    return tuple(token_ids)
+
+
+def _checked_bias(biases: Mapping[Any, Any]) -> dict[int, float]:
+    """Return a copy of the biases; raise InvalidRequestError naming the id."""
+    _check_size("logit_bias", biases, MAX_BIASED_IDS, "ids")
+    limit = _real(-MAX_BIAS, MAX_BIAS, f"a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    for token_id, bias in biases.items():
+        if not _is_int(token_id, 0, _MAX_INT):
+            raise InvalidRequestError("logit_bias", token_id, f"a mapping of ids from 0 to {_MAX_INT}")
+        if not limit.accepts(bias):
+            raise InvalidRequestError(f"logit_bias[{token_id}]", bias, limit.words)
+    return {token_id: float(bias) for token_id, bias in biases.items()}
 
 
 @functools.cache
@@ -249,6 +399,12 @@ def plan_columns() -> dict[str, Column]:
 
 
 @functools.cache
+def penalty_columns() -> dict[str, Column]:
+    """Return the columns of penalties beside a plan by field name, in order."""
+    return {name: row.penalty for name, row in sampling_table().items() if row.penalty is not None}
+
+
+@functools.cache
 def taken_fields(route: str) -> tuple[str, ...]:
     """Return the names of the fields that a route accepts under their own names."""
     return tuple(
@@ -260,8 +416,9 @@ def taken_fields(route: str) -> tuple[str, ...]:
 def refused_fields(route: str) -> dict[str, tuple[Any, ...]]:
     """Return the fields that a route refuses, each with the one value that it tolerates: the default."""
     defaults = {option.name: option.default for option in options_of(SamplingParams)}
+    empty: dict[Any, Any] = {tuple: [], dict: {}}
     return {
-        name: ([] if defaults[name] is tuple else defaults[name],)
+        name: (empty.get(defaults[name], defaults[name]),)
         for name, row in sampling_table().items()
         if row.routes is not None and route not in row.routes
     }

@@ -17,16 +17,18 @@ from pensieve_jax.decoding.prompt_rows import PromptScores
 
 COLUMNS: Final = plan_columns()
 """The sampling fields that a device reads, by name; each is one word of a row."""
-# A request's sampling fields in the order of `SamplingRows`, and whether it wants log-probabilities.
+# A request's sampling fields in the order of `SamplingRows`, whether it wants log-probabilities, and whether
+# its steps need an `Adjustment`.
 SAMPLING: Final = np.dtype(
     [
         *((name, column.dtype) for name, column in COLUMNS.items()),
         ("seed", "<u4", (2,)),
         ("logprobs", "<i4"),
+        ("adjusts", "<i4"),
     ]
 )
 SAMPLING_WORDS: Final = (*COLUMNS, "seed_low", "seed_high")
-"""The 32-bit words at the beginning of a `SAMPLING` record: all but `logprobs`."""
+"""The 32-bit words at the beginning of a `SAMPLING` record: all but the last two."""
 
 
 class SamplingRows[A](NamedTuple):
@@ -38,6 +40,7 @@ class SamplingRows[A](NamedTuple):
     temperature: A  # f32[S]: 0 is greedy
     top_k: A  # i32[S]: 0 is off
     top_p: A  # f32[S]: 1 is off
+    min_p: A  # f32[S]: 0 is off
     seed: A  # u32[S, 2]: 64 bits, low word first
     sample_positions: A  # i32[S]: absolute position of the token to be sampled
     banned_ids: A  # i32[S, B]: never sampled; padding -1
@@ -78,7 +81,8 @@ class StepResult(NamedTuple):
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:
     """Return a `SAMPLING` record. It is made once per request; a step joins the records of its rows."""
     columns = [getattr(params, name) for name in COLUMNS]
-    record = (*columns, (seed & 0xFFFFFFFF, seed >> 32), bool(params.logprobs))
+    adjusts = params.has_penalties or bool(params.logit_bias)
+    record = (*columns, (seed & 0xFFFFFFFF, seed >> 32), bool(params.logprobs), adjusts)
     return np.array(record, SAMPLING).tobytes()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.text import Message, Tokenizer
 
@@ -34,6 +35,7 @@ class TurnSpec:
         a `conversation_id`. None: after the last turn of its conversation.
       keep: number of leading tokens of the earlier turns that stay in this turn's context; the prompt
         replaces the others. None keeps all.
+      template_input: what the prompt was rendered from beside the messages, stored with the turn.
     """
 
     prompt_token_ids: Sequence[int]
@@ -43,6 +45,7 @@ class TurnSpec:
     prefix: SharedPrefix | None = None
     node: TurnNode | None = None
     keep: int | None = None
+    template_input: TemplateInput = NO_INPUT
 
     @property
     def num_new_tokens(self) -> int:
@@ -58,14 +61,17 @@ class ModelLimits:
       vocab_size: upper bound of token ids, exclusive.
       max_context_tokens: maximum of history + prompt + reply.
       eos_token_ids: end-of-sequence ids of the model.
-      max_logprobs, max_banned_ids: see `RunnerConfig`.
+      max_logprobs, max_banned_ids, penalties: see `RunnerConfig`.
+      adjusts: whether the engine changes logits before the choice (`SamplingField.adjusts`).
     """
 
     vocab_size: int
     max_context_tokens: int
     eos_token_ids: tuple[int, ...] = ()
-    max_logprobs: int = 8
+    max_logprobs: int = 20
     max_banned_ids: int = 8
+    penalties: bool = True
+    adjusts: bool = True
 
 
 def check_params(
@@ -81,14 +87,30 @@ def check_params(
         raise TokenizerMissingError(
             "stop strings need text, but the model has no tokenizer; use stop_token_ids."
         )
+    if params.structured is not None and tokenizer is None:
+        raise TokenizerMissingError("structured output needs text, but the model has no tokenizer.")
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(params, name)
         if number is not None and number > limits.max_logprobs:
             limit = f"at most {limits.max_logprobs}"
             raise InvalidRequestError(name, number, limit, f"raise {group}max_logprobs")
-    for i, token_id in enumerate(params.stop_token_ids):
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        for i, token_id in enumerate(getattr(params, name) or ()):
+            if token_id >= limits.vocab_size:
+                raise InvalidRequestError(f"{name}[{i}]", token_id, f"below {limits.vocab_size}")
+    for token_id in params.logit_bias:
         if token_id >= limits.vocab_size:
-            raise InvalidRequestError(f"stop_token_ids[{i}]", token_id, f"below {limits.vocab_size}")
+            raise InvalidRequestError("logit_bias", token_id, f"a mapping of ids below {limits.vocab_size}")
+    if not limits.adjusts:
+        params.check_in_use(lambda row: row.adjusts, "padded batches do not adjust logits", "")
+    if not limits.penalties:
+        params.check_in_use(
+            lambda row: row.penalty is not None, "this engine counts no ids", f"set {group}penalties"
+        )
+    if params.bad_words and tokenizer is None:
+        raise TokenizerMissingError(
+            "bad_words need a tokenizer, which the model does not have; use allowed_token_ids or logit_bias."
+        )
     num_banned = len(params.ending_ids(limits.eos_token_ids)) if params.min_tokens else 0
     if num_banned > limits.max_banned_ids:
         raise InvalidRequestError(

@@ -5,9 +5,9 @@ device between steps), and the executables.
 Does not know: requests, conversations, or which page holds which chunk; a plan contains all of that.
 Called by: the engine, through `engine.runner.Runner`, and measurements of steps.
 
-A step copies the packed plan to the device in one copy. It runs the bucket's embedding, the layers group by
-group, the logits, and the sampler of the batch's mode. One packed copy of the result back to the host starts
-at once; only `fetch` waits for it.
+`launch` copies the packed plan to the device in one copy. It runs the bucket's embedding, the layers group by
+group, and the logits. `choose` runs the sampler of the batch's mode, and one packed copy of the result to the
+host starts at once; only `fetch` waits for it.
 Right before each group of layers, the chunks that the step waits for are scattered into the group's pools.
 """
 
@@ -19,7 +19,8 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,12 +31,14 @@ from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import build_tiles, import_backend
 from pensieve_jax.config import CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
+from pensieve_jax.decoding.adjustments import Adjustment
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import Scores, lost_a_device, unpack_result
 from pensieve_jax.decoding.device.prompt_scores import unpack_scores
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
+from pensieve_jax.device.adjuster import Adjuster
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kernel_choices import choose_kernels
 from pensieve_jax.device.kv_storage import DevicePools, KVStorage, num_layer_groups_on
@@ -54,12 +57,27 @@ from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCA
 _log = logging.getLogger(__name__)
 
 
-class StepHandle(NamedTuple):
-    """One step in flight."""
+@dataclass(eq=False, slots=True)
+class StepHandle:
+    """One step in flight.
 
-    words: jax.Array  # i32[S * (2 + 2 * K) + 1]; its copy to the host has started
-    num_samples: int  # S
-    # Of each run of the program that scores prompt tokens: i32[128, 2 + 2 * K]; most steps have none.
+    Attributes:
+      mode: what its choice computes.
+      num_samples: S, its rows to sample.
+      scores: output of its forward pass; None after `choose`.
+      adjustment: biases and penalties of its rows; None if no row has any.
+      words: i32[S * (2 + 2 * K) + 1], the packed result, whose copy to the host has started; None before
+        `choose`.
+      prompt_words: packed scores of prompt tokens, i32[128, 2 + 2 * K] for each run of their program; none in
+        most steps.
+      num_prompt_rows: number of positions that it scores.
+    """
+
+    mode: SamplerMode
+    num_samples: int
+    scores: Scores | None
+    adjustment: Adjustment | None = None
+    words: jax.Array | None = None
     prompt_words: tuple[jax.Array, ...] = ()
     num_prompt_rows: int = 0
 
@@ -119,6 +137,13 @@ class ModelRunner:
             exchange=self._exchange,
             small_batch_matmul=self.kernels.decode_matmul.name,
         )
+        self._adjuster = Adjuster(
+            model_config.vocab_size,
+            mesh,
+            (layout.max_num_samples for layout in self.layouts.values()),
+            max_num_samples=self._programs.max_num_samples,
+            num_slots=config.num_count_slots,
+        )
         self._cache_dir, self._mesh = config.runner.compilation_cache_dir, mesh
         self._hidden_size = model_config.hidden_size
         self.weights_bytes = sum(bytes_per_device(leaf) for leaf in every_leaf)
@@ -131,6 +156,7 @@ class ModelRunner:
         self._next_step_id: int | None = None
         self._launched: jax.Array | None = None  # the result of the previous step
         self._prompt_words: tuple[jax.Array, ...] = ()  # scores of prompt tokens in the last forward pass
+        self._unchosen: StepHandle | None = None  # the launched step that waits for `choose`
         self._last_words: deque[jax.Array] = deque(maxlen=1)
         weakref.finalize(self, _await_copies, self._last_words)
         try:
@@ -176,8 +202,8 @@ class ModelRunner:
             store.tidy()
         self._prev_ids = self._no_ids()
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
-        """Start a step; see `Runner`."""
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Start the forward pass of a step; see `Runner`."""
         assert self._next_step_id in (None, plan.step_id), (self._next_step_id, plan.step_id)
         self._next_step_id = plan.step_id + 1
         flags = plan.flags
@@ -186,8 +212,24 @@ class ModelRunner:
         )
         return self._launch(plan, mode)
 
+    def choose(self, handle: StepHandle, words: np.ndarray | None) -> None:
+        """Start the choice of a launched step's ids; see `Runner`."""
+        assert handle is self._unchosen and handle.scores is not None, "not the last launched step"
+        self._unchosen, scores, handle.scores = None, handle.scores, None
+        try:
+            run, logits = self._executables.choose[handle.num_samples, handle.mode], scores.logits
+            adjusted = self._adjuster.scores(logits, self._prev_ids, handle.adjustment, words)
+            self._prev_ids, result = run(logits, adjusted, scores.rows, *self._exchange.arrays[1:])
+            if self._device.platform != "cpu":  # a CPU result is read in place
+                result.copy_to_host_async()
+            self._launched = handle.words = result
+            self._last_words.append(result)
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("a step could not be started", error) from error
+
     def fetch(self, handle: StepHandle) -> StepResult:
         """Wait for a step and return its result; see `Runner`."""
+        assert handle.words is not None, "its ids were not chosen"
         try:
             # `np.asarray` reads one device's copy; only `block_until_ready` raises another device's error.
             words = np.asarray(handle.words.block_until_ready())
@@ -210,10 +252,11 @@ class ModelRunner:
         self.device_pools.reset()
         try:
             self._exchange.renew()
+            self._adjuster.reset()
             self._prev_ids = self._no_ids()
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("the device could not be prepared for steps again", error) from error
-        self._next_step_id = self._launched = None
+        self._next_step_id = self._launched = self._unchosen = None
 
     @property
     def pools(self) -> list[jax.Array]:
@@ -246,10 +289,10 @@ class ModelRunner:
         }
 
     def forward(self, plan: StepPlan) -> Scores:
-        """Start the layers of a step without its sampler. `dispatch` and measurements use it.
+        """Start the layers of a step without its sampler. `launch` and measurements use it.
 
         Raises:
-          StepFailedError: as in `dispatch`.
+          StepFailedError: as in `launch`.
         """
         bucket, programs, executables = plan.layout.num_tokens, self._programs, self._executables
         try:
@@ -300,8 +343,11 @@ class ModelRunner:
         Doing both at once, in two threads, saves no time: while the driver pins memory, calls that map or
         unmap memory wait for seconds, and lowering and compiling make many such calls.
         """
-        num_all = self._transfers.num_preparations + self._programs.num_programs
-        jobs = itertools.chain(self._programs.jobs(self._executables), self._transfers.jobs())
+        programs = self._programs, self._adjuster
+        num_all = self._transfers.num_preparations + sum(one.num_programs for one in programs)
+        jobs = itertools.chain(
+            self._programs.jobs(self._executables), self._adjuster.jobs(), self._transfers.jobs()
+        )
         guard = self._budget.out_of_memory_as_config_error(self._step_bytes)
         with guard, contextlib.closing(compile_all(jobs, store)) as compiled:
             for num_done, name in enumerate(itertools.chain(grown, compiled), start=1):
@@ -313,26 +359,36 @@ class ModelRunner:
         """Run every executable once, which loads kernels and allocates workspaces before any request."""
         with self._budget.out_of_memory_as_config_error(self._step_bytes):
             self._transfers.rehearse()
+            self._adjuster.reset()
             for layout, mode in itertools.product(self.layouts.values(), sampler.all_modes()):
-                self.fetch(self._launch(self._empty_plan(layout), mode))
+                handle = self._launch(self._empty_plan(layout), mode)
+                self.choose(handle, None)
+                self.fetch(handle)
+            for layout in {one.max_num_samples: one for one in self.layouts.values()}.values():
+                for adjustment, words in self._adjuster.rehearsals(layout.max_num_samples):
+                    handle = self._launch(self._empty_plan(layout), sampler.all_modes()[0])
+                    handle.adjustment = adjustment
+                    self.choose(handle, words)
+                    self.fetch(handle)
             for layout in self.layouts.values():
                 plan = self._empty_plan(layout)
                 plan.prompt_rows = PromptRows(np.zeros(1, np.int32), np.zeros(1, np.int32))
-                self.fetch(self._launch(plan, sampler.all_modes()[0]))
+                handle = self._launch(plan, sampler.all_modes()[0])
+                self.choose(handle, None)
+                self.fetch(handle)
 
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
-        scores, layout = self.forward(plan), plan.layout
-        try:
-            run = self._executables.choose[layout.max_num_samples, mode]
-            self._prev_ids, result = run(*scores, *self._exchange.arrays[1:])
-            if self._device.platform != "cpu":  # a CPU result is read in place
-                result.copy_to_host_async()
-            self._launched = result
-            self._last_words.append(result)
-        except jax.errors.JaxRuntimeError as error:
-            raise step_failed("a step could not be started", error) from error
-        rows, words = plan.prompt_rows, self._prompt_words
-        return StepHandle(result, layout.max_num_samples, words, 0 if rows is None else len(rows.tokens))
+        assert self._unchosen is None, "the ids of the step before were not chosen"
+        scores, rows = self.forward(plan), plan.prompt_rows
+        self._unchosen = StepHandle(
+            mode,
+            plan.layout.max_num_samples,
+            scores,
+            plan.adjustment,
+            prompt_words=self._prompt_words,
+            num_prompt_rows=0 if rows is None else len(rows.tokens),
+        )
+        return self._unchosen
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:
         """Return a plan without rows; it writes and samples nothing."""

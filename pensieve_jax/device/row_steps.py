@@ -151,7 +151,9 @@ class RowSteps:
 
         def launch() -> Any:
             plan.step_id, self._step_id = self._step_id, self._step_id + 1
-            return self._runner.dispatch(plan)
+            handle = self._runner.launch(plan)
+            self._runner.choose(handle, None)
+            return handle
 
         return Timed(launch, self._runner.fetch)
 

@@ -208,7 +208,7 @@ class StepPrograms:
             "cutoff_backend": self._cutoff_backend,
             "split_over": self._mesh if self._mesh.size > 1 and any(spec) else None,
         }
-        return Program(choose, (logits, rows, *self._exchanged[1:]), statics)
+        return Program(choose, (logits, logits, rows, *self._exchanged[1:]), statics)
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the shape of an array that one executable passes to the next: replicated, except logits."""

@@ -21,6 +21,8 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
 from pensieve_jax.engine.explanation import (
@@ -31,6 +33,7 @@ from pensieve_jax.engine.explanation import (
     explain,
     explain_turn,
 )
+from pensieve_jax.engine.late_rows import LateRows
 from pensieve_jax.engine.learned_state_store import load_learned_state
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.loop import EngineLoop, Observe, unobserved
@@ -43,22 +46,28 @@ from pensieve_jax.engine.validation import check_beginning, check_turn, checked_
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.scheduler import (
+    Grant,
     Planner,
     Request,
     RequestStatus,
     SchedulerOutput,
-    StepResult,
     scoring_bucket,
 )
 from pensieve_jax.text import Message, Tokenizer
+from pensieve_jax.text.grammar import Grammars
 
 
 class _LaunchedStep(NamedTuple):
-    """A dispatched step whose token ids have not been fetched."""
+    """A launched step whose token ids have not been fetched.
 
-    output: SchedulerOutput
+    `is_late` is True if its choice waits for the ids of the step before it. `scored` is that of `Planner`.
+    """
+
+    sampling: list[Grant]
+    num_rows: int
     handle: Any
-    scored: tuple[tuple[Request, int], ...]  # as in `Planner`
+    is_late: bool
+    scored: tuple[tuple[Request, int], ...]
 
 
 class Engine:
@@ -66,6 +75,7 @@ class Engine:
 
     Attributes:
       limits: limits of the model and the configuration on a turn.
+      grammars: grammars of structured replies; None without a tokenizer.
     """
 
     def __init__(
@@ -85,6 +95,9 @@ class Engine:
         `observe` is called with the decisions of every step; see `Observe`.
         """
         self.limits = limits
+        self.grammars = (
+            None if tokenizer is None else Grammars(tokenizer, limits.vocab_size, limits.eos_token_ids)
+        )
         self._runner = runner
         self._config = config
         self._store = store
@@ -123,12 +136,18 @@ class Engine:
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
             scoring_bucket=scoring_bucket(config.scheduler, cache.chunk_tokens),
+            num_count_slots=config.num_count_slots,
         )
         unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*unchanged, stateful=config.stateful)
-        self._ledger = TurnLedger(self._store, self._loop, self._conversations, self._stats, self._clock)
+        self._late_rows = LateRows(self.limits.vocab_size)
+        self._ledger = TurnLedger(
+            self._store, self._loop, self._conversations, self._late_rows, self._stats, self._clock
+        )
         placer = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
-        self._submitter = TurnSubmitter(self._loop, self._ledger, placer, self.limits, self._tokenizer)
+        self._submitter = TurnSubmitter(
+            self._loop, self._ledger, placer, self.limits, self._tokenizer, self.grammars
+        )
 
     # Turns
 
@@ -188,7 +207,7 @@ class Engine:
 
     @change
     def step(self) -> list[Turn]:
-        """Schedule, plan and dispatch a step, then finish the previous one; returns the turns that ended.
+        """Schedule, plan and launch a step, then finish the previous one; returns the turns that ended.
 
         If a step fails on the device or the history cannot be written, the affected turns get that `error`;
         conversations survive. A turn whose logits are not finite gets a LogitsError; the others continue.
@@ -201,13 +220,7 @@ class Engine:
         try:
             return self._step()
         except StepFailedError as error:
-            replies = self._ledger.replies.values()
-            ran = [
-                reply
-                for reply in replies
-                if reply.request.status is not RequestStatus.WAITING or reply.lacks_scores
-            ]
-            return self._lose_step(error, ran)
+            return self._lose_step(error)
 
     def take_deltas(self) -> Deltas:
         """Return the new tokens of turns in progress since the last call; `step` returns the ended turns."""
@@ -215,12 +228,15 @@ class Engine:
         return self._ledger.take_deltas()
 
     def share_prefix(
-        self, token_ids: Sequence[int], messages: tuple[Message, ...] | None = None
+        self,
+        token_ids: Sequence[int],
+        messages: tuple[Message, ...] | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> SharedPrefix:
         """Make a prefix for conversations to share; raises InvalidRequestError or ContextLengthError."""
         self._check_usable()
         check_beginning(token_ids, self.limits)
-        return SharedPrefix(tuple(map(int, token_ids)), messages)
+        return SharedPrefix(tuple(map(int, token_ids)), messages, template_input=template_input)
 
     @change
     def release_prefix(self, prefix: SharedPrefix) -> None:
@@ -381,24 +397,49 @@ class Engine:
             raise RuntimeError("An observer failed in the middle of a step.") from error
 
     def _launch(self, output: SchedulerOutput) -> _LaunchedStep:
-        handle = self._runner.dispatch(self._planner.plan(output))
-        return _LaunchedStep(output, handle, self._planner.scored)
+        """Start a step, and its choice as well unless a row's mask needs an id that is in flight."""
+        plan = self._planner.plan(output)
+        sampling = [grant for grant in output.grants if grant.samples]
+        is_late = self._late_rows.wait_for_ids(sampling)
+        num_rows, scored = plan.layout.max_num_samples, self._planner.scored
+        step = _LaunchedStep(sampling, num_rows, self._runner.launch(plan), is_late, scored)
+        if not is_late:
+            self._choose(step)
+        return step
+
+    def _choose(self, step: _LaunchedStep) -> None:
+        """Start the choice of a launched step's ids."""
+        self._runner.choose(step.handle, self._late_rows.words(step.sampling, step.num_rows))
 
     def _step(self) -> list[Turn]:
-        """Schedule and dispatch step N+1 before fetching the ids of step N."""
-        previous = self._loop.step(self._launch)
-        return [] if previous is None else self._finish(previous)
+        """Launch step N+1 before fetching the ids of step N.
 
-    def _finish(self, step: _LaunchedStep) -> list[Turn]:
-        """Fetch a step's ids, give them to their turns, and commit the turns that end with them."""
-        result = self._runner.fetch(step.handle)
+        Its choice is launched as well, or after the ids of step N came if a mask of step N+1 needs them. The
+        device computes the forward pass meanwhile. Texts and commits of step N come last in either case.
+        """
+        previous = self._loop.step(self._launch)
+        following = self._loop.in_flight
+        if previous is None:
+            return self._lose_failed_rows()
+        result = self._runner.fetch(previous.handle)
+        self._late_rows.accept(previous.sampling, result.token_ids.tolist(), result.logprobs)
+        failure: StepFailedError | None = None
+        if following is not None and following.is_late:
+            try:
+                self._choose(following)
+            except StepFailedError as error:
+                failure = error  # after step N, whose ids the masks have accepted
+        ended = self._finish(previous, result)
+        return ended if failure is None else ended + self._lose_step(failure)
+
+    def _finish(self, step: _LaunchedStep, result: StepResult) -> list[Turn]:
+        """Give a step's ids to their turns, and commit the turns that end with them."""
         endings: list[tuple[ReplyState, FinishReason]] = []
         broken = self._accept_prompts(step, result)
-        sampling = [grant for grant in step.output.grants if grant.samples]
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
         touched = self._ledger.touched
         for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
-            sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
+            step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
             if reply is None or reply in broken:
@@ -413,6 +454,7 @@ class Engine:
             if reason is not None:
                 endings.append((reply, reason))
         ended = self._ledger.commit(endings) + self._ledger.lose_to_logits(broken)
+        ended += self._lose_failed_rows()
         self._conversations.forget_stateless()
         return ended
 
@@ -430,15 +472,27 @@ class Engine:
                 broken.append(reply)
         return broken
 
-    def _lose_step(self, error: StepFailedError, lost: Sequence[ReplyState]) -> list[Turn]:
-        """Fail the `lost` turns and keep the chunks in host memory; conversations survive.
+    def _lose_failed_rows(self) -> list[Turn]:
+        """End the turns whose masks could not be continued, each with its own error."""
+        failed, replies = tuple(self._late_rows.failed.items()), self._ledger.replies
+        return [turn for request, error in failed for turn in self._ledger.lose([replies[request]], error)]
+
+    def _lose_step(self, error: StepFailedError) -> list[Turn]:
+        """Fail the turns that ran and keep the chunks in host memory; conversations survive.
 
         This does not use the device, so that waiting turns survive even if new pools cannot be made.
         """
         self._loop.in_flight = None
         self._needs_new_pools = True
+        self._planner.forget_counts()
         self._cache.lose_device()
-        turns = self._ledger.lose(lost, error)
+        replies = self._ledger.replies.values()
+        ran = [
+            reply
+            for reply in replies
+            if reply.request.status is not RequestStatus.WAITING or reply.lacks_scores
+        ]
+        turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:
             # A suspended request with a token in flight samples it again, with the same result.
             if request.token_ids[-1] == PENDING_TOKEN:

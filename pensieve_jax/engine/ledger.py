@@ -19,6 +19,7 @@ from pensieve_jax.core.errors import ConversationChangedError, LogitsError, Pens
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.late_rows import LateRow, LateRows
 from pensieve_jax.engine.learned_state_store import LearnedStateStore
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
@@ -43,6 +44,7 @@ class TurnLedger:
         store: HistoryStore,
         loop: EngineLoop[Any],
         conversations: ConversationTable,
+        late_rows: LateRows,
         stats: EngineStats,
         clock: Clock,
     ) -> None:
@@ -55,6 +57,7 @@ class TurnLedger:
         self._store = store
         self._loop = loop
         self._conversations = conversations
+        self._late_rows = late_rows
         self._stats = stats
         self._clock = clock
         self._state_store = LearnedStateStore(store, loop.cache)
@@ -64,9 +67,14 @@ class TurnLedger:
         """Turns in progress that a caller still references, in order of arrival."""
         return self._held(self._turns.values())
 
-    def enter(self, reply: ReplyState) -> Turn:
-        """Add a submitted turn; returns the handle that its caller must keep."""
+    def enter(self, reply: ReplyState, late_row: LateRow | None = None) -> Turn:
+        """Add a submitted turn; returns the handle that its caller must keep.
+
+        `late_row` masks its choices, if given.
+        """
         turn = Turn(reply)
+        if late_row is not None:
+            self._late_rows.add(reply.request, late_row)
         self._turns[reply.request] = weakref.ref(turn, self._dropped.append)
         self.replies[reply.request] = reply
         return turn
@@ -188,6 +196,7 @@ class TurnLedger:
             usage=request.usage(num_output_tokens=len(reply.token_ids)),
             logprobs=None if reply.logprobs is None else tuple(reply.logprobs),
             keep=conversation.num_history_tokens if conversation.replaced else None,
+            template_input=reply.template_input,
         )
 
     def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:
@@ -221,6 +230,7 @@ class TurnLedger:
 
     def _leave(self, reply: ReplyState, *, forget: bool) -> None:
         del self.replies[reply.request]
+        self._late_rows.drop(reply.request)
         self.touched.pop(reply.request, None)
         del self._turns[reply.request]  # from here on its caller may drop it
         live = self._live_of(reply)

@@ -133,7 +133,7 @@ class EngineLoop[Step]:
         Args:
           output: the decisions; None for a step with grants only, whose details are not needed.
           num_tokens: query tokens of all grants; `launch` is called if it is not 0.
-          launch: dispatches the step and returns the driver's record of it.
+          launch: launches the step and returns the driver's record of it.
 
         Returns the previous step. Blocks if no step is in flight and no turn can continue before a copy
         completes.

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
@@ -42,19 +44,32 @@ class Runner(Protocol):
         """
         ...
 
-    def dispatch(self, plan: StepPlan) -> Any:
-        """Start one step and return a handle for `fetch`; never waits for the device.
+    def launch(self, plan: StepPlan) -> Any:
+        """Start the forward pass of a step and return a handle; never waits for the device.
 
-        Steps run in the order of dispatch; `plan.prev_samples` refers to the previously dispatched step. The
-        runner owns the plan from here on.
+        Steps run in the order of launches; `plan.prev_samples` refers to the step launched before. The runner
+        owns the plan from here on. Call `choose` with the handle before the next launch.
 
         Raises:
           StepFailedError: the step could not be started; call `reset` before the next one.
         """
         ...
 
+    def choose(self, handle: Any, words: np.ndarray | None) -> None:
+        """Start the choice of a launched step's ids; never waits for the device.
+
+        Args:
+          handle: handle of the last launch.
+          words: i32[S, ceil(V / 32)], the ids that each row may choose, for all S rows of the plan's layout:
+            bit `id % 32` of word `id // 32`. None: all ids. The runner owns it from here on.
+
+        Raises:
+          StepFailedError: the choice could not be started; call `reset` before the next step.
+        """
+        ...
+
     def fetch(self, handle: Any) -> StepResult:
-        """Wait for a step and return its samples, in the plan's rows. Call it once per handle.
+        """Wait for a step's choice and return it, in the plan's rows. Call it once per handle.
 
         Raises:
           StepFailedError: this step, or one that it depends on, failed; call `reset` before the next one.

@@ -14,17 +14,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.late_rows import JoinedRows, LateRow
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.live import Branch, LiveConversation
 from pensieve_jax.engine.loop import EngineLoop
+from pensieve_jax.engine.option_rows import option_rows
 from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.grammar import Grammars
 
 type _Choice = tuple[str, str | None, tuple[int, ...], int | None, int]
 
@@ -39,8 +43,10 @@ class TurnSubmitter:
         placer: TurnPlacer,
         limits: ModelLimits,
         tokenizer: Tokenizer | None,
+        grammars: Grammars | None,
     ) -> None:
         """Submit into `loop` and `ledger`."""
+        self._grammars = grammars
         self._loop = loop
         self._ledger = ledger
         self._placer = placer
@@ -48,19 +54,32 @@ class TurnSubmitter:
         self._tokenizer = tokenizer
 
     def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """Queue turns in order; raises the errors of `check_turns` and HistoryError, with nothing queued."""
+        """Queue turns in order; with nothing queued on errors.
+
+        Raises the errors of `check_turns`, `option_rows` and `Grammars.compile`, and HistoryError.
+        """
         places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
+        rows = [self._late_row(spec.params) for spec in specs]
         turns: list[Turn] = []
         try:
-            for spec, placed in self._placer.each(specs, places):
-                turns.append(self._queue(spec, placed))
+            for (spec, placed), row in zip(self._placer.each(specs, places), rows, strict=True):
+                turns.append(self._queue(spec, placed, row))
         except PensieveError:
             for turn in turns:
                 self._ledger.cancel(turn.reply)
             raise
         return turns
 
-    def _queue(self, spec: TurnSpec, placed: PlacedTurn) -> Turn:
+    def _late_row(self, params: SamplingParams) -> LateRow | None:
+        """Return the masks of a new turn, or None."""
+        limits = self._limits
+        ending_ids = params.ending_ids(limits.eos_token_ids)
+        rows = option_rows(params, self._tokenizer, limits.vocab_size, ending_ids)
+        if params.structured is not None and self._grammars is not None:
+            rows.append(self._grammars.compile(params.structured).row(ending_ids, params.min_tokens))
+        return JoinedRows(rows) if rows else None
+
+    def _queue(self, spec: TurnSpec, placed: PlacedTurn, row: LateRow | None) -> Turn:
         params = spec.params
         request = self._loop.submit(
             placed.live.conversation,
@@ -70,14 +89,14 @@ class TurnSubmitter:
             ending_ids=params.ending_ids(self._limits.eos_token_ids),
             max_context_tokens=self._limits.max_context_tokens,
         )
-        rest = spec.messages, spec.node, placed.origin
+        rest = spec.messages, spec.node, placed.origin, spec.template_input
         try:
             reply = ReplyState(request, self._tokenizer, *rest)
         except PensieveError:
             # The request is queued and its conversation is busy, so undo both by cancelling the turn.
             self._ledger.cancel(self._ledger.enter(ReplyState(request, None, *rest)).reply)
             raise
-        return self._ledger.enter(reply)
+        return self._ledger.enter(reply, row)
 
 
 class TurnPlacer:

@@ -15,10 +15,12 @@ import numpy as np
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import Delta, FinishReason, Output, PromptLogprob, TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
+from pensieve_jax.text.replies import shown_marks
 
 
 class Turn:
@@ -135,6 +137,7 @@ class ReplyState(ReplyTokens):
     Attributes:
       request: request of the turn in the scheduler.
       messages: chat messages that the prompt was rendered from; None for a prompt of text or ids.
+      template_input: what it was rendered from beside them.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
       prompt_logprobs: entries of the first prompt tokens if requested, else None.
@@ -149,14 +152,18 @@ class ReplyState(ReplyTokens):
         messages: tuple[Message, ...] | None,
         node: TurnNode | None = None,
         origin: TurnOrigin | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
-        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer)
+        super().__init__(
+            request.params, request.ending_ids, num_tokens, tokenizer, shown_marks(template_input)
+        )
         self.request = request
         self.messages = messages
         self.node = node
         self.origin = origin
+        self.template_input = template_input
         self.prompt_logprobs: list[PromptLogprob | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [] if request.num_history_tokens else [None]
@@ -229,5 +236,6 @@ class ReplyState(ReplyTokens):
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             ended_at_s=ended_at_s,
+            stop_string=self.stop_string,
         )
         return usage

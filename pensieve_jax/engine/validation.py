@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from pensieve_jax.core.errors import ContextLengthError, ConversationBusyError, InvalidRequestError
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec, check_params, check_token_ids
 from pensieve_jax.engine.branches import Parent, TurnPosition
@@ -107,6 +108,8 @@ def _check_specs(specs: object) -> None:
     for i, spec in enumerate(specs):
         if not isinstance(spec, TurnSpec):
             raise InvalidRequestError(f"specs[{i}]", spec, "a TurnSpec")
+        if not isinstance(spec.template_input, TemplateInput):
+            raise InvalidRequestError(f"specs[{i}].template_input", spec.template_input, "a TemplateInput")
         if spec.messages is None:
             continue
         is_list = isinstance(spec.messages, list | tuple)

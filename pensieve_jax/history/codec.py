@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pensieve_jax.core.errors import HistoryCorruptError, InvalidRequestError
 from pensieve_jax.core.options import is_utf8
 from pensieve_jax.core.outputs import TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.history.store import TurnRecord
 
@@ -79,7 +80,7 @@ def pack_turn(turn: TurnRecord, field: str) -> TurnRow:
     prompt = pack_token_ids(turn.prompt_token_ids, f"{field}.prompt_token_ids")
     output = pack_token_ids(turn.output_token_ids, f"{field}.output_token_ids")
     seed = turn.seed - 2**64 if turn.seed >= 2**63 else turn.seed  # the table's integers are signed
-    messages = None if turn.messages is None else _pack_messages(turn.messages, f"{field}.messages")
+    messages = None if turn.messages is None else _pack_messages(turn, f"{field}.messages")
     if turn.keep is not None and (not _is_int(turn.keep) or turn.keep < 0):
         raise InvalidRequestError(f"{field}.keep", turn.keep, "None or an int of at least 0")
     return TurnRow(
@@ -110,6 +111,7 @@ def unpack_turn(row: TurnRow, num_tokens_before: int, conversation_id: str = "")
     """
     keep = kept_before(row, num_tokens_before)
     check_undamaged(row, keep, conversation_id)
+    messages, template_input = unpack_messages(row.messages)
     return TurnRecord(
         conversation_id=conversation_id,
         turn_index=row.turn_index,
@@ -118,7 +120,7 @@ def unpack_turn(row: TurnRow, num_tokens_before: int, conversation_id: str = "")
         seed=row.seed % 2**64,
         finish_reason=row.finish_reason,
         created_at_s=row.created_at_s,
-        messages=unpack_messages(row.messages),
+        messages=messages,
         output_text=row.output_text,
         turn_id=row.turn_id,
         parent_id=row.parent_id,
@@ -126,6 +128,7 @@ def unpack_turn(row: TurnRow, num_tokens_before: int, conversation_id: str = "")
         chain=row.chain or b"",
         usage=unpack_usage(row.usage),
         keep=keep,
+        template_input=template_input,
     )
 
 
@@ -154,9 +157,14 @@ def check_undamaged(row: TurnRow, keep: int | None, conversation_id: str) -> Non
     )
 
 
-def unpack_messages(packed: str | None) -> tuple[Any, ...] | None:
-    """Return chat messages as they were given."""
-    return None if packed is None else tuple(json.loads(packed))
+def unpack_messages(packed: str | None) -> tuple[tuple[Any, ...] | None, TemplateInput]:
+    """Return chat messages as they were given, and what the template got beside them."""
+    if packed is None:
+        return None, NO_INPUT
+    value = json.loads(packed)
+    if isinstance(value, list):
+        return tuple(value), NO_INPUT
+    return tuple(value["messages"]), TemplateInput.unpacked(value)
 
 
 def _pack_usage(usage: Usage) -> str:
@@ -193,11 +201,15 @@ def checksum(prompt: bytes, output: bytes, keep: int | None = None) -> int:
     return whole if keep is None else zlib.crc32(keep.to_bytes(8, "little", signed=True), whole)
 
 
-def _pack_messages(messages: Sequence[Any], field: str) -> str:
+def _pack_messages(turn: TurnRecord, field: str) -> str:
+    """Return a list of messages, or an object of them and what the template got beside them."""
+    template_input = turn.template_input.packed()
     try:
-        return json.dumps([dict(message) for message in messages], allow_nan=False, separators=(",", ":"))
+        messages = [dict(message) for message in turn.messages or ()]
+        value = {"messages": messages, **template_input} if template_input else messages
+        return json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(field, messages, f"a sequence of JSON objects ({error})") from error
+        raise InvalidRequestError(field, turn.messages, f"a sequence of JSON objects ({error})") from error
 
 
 def pack_logprobs(logprobs: Sequence[TokenLogprob]) -> bytes:

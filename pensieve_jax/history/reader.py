@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, Self
 
 from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.core.outputs import Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.history import codec, opening, turns_table
 from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.connection import Connection
@@ -45,6 +46,7 @@ class TurnView:
       turn_id, parent_id, turn_index: its position in the tree.
       num_tokens: number of tokens of its path, up to its end.
       messages: its new chat messages; None for a turn that was sent as text or ids.
+      template_input: what the prompt was rendered from beside them.
       output_text: None without a tokenizer.
       prompt_token_ids, output_token_ids: its own ids; as many of its parent's tokens stay before them as
         `num_tokens` has more.
@@ -63,6 +65,7 @@ class TurnView:
     output_token_ids: tuple[int, ...]
     usage: Usage | None
     chain: bytes
+    template_input: TemplateInput = NO_INPUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +314,7 @@ def _items(
 
 
 def _view(row: Sequence[Any]) -> TurnView:
+    messages, template_input = codec.unpack_messages(row[6])
     return TurnView(
         turn_id=row[0],
         parent_id=row[1],
@@ -318,10 +322,11 @@ def _view(row: Sequence[Any]) -> TurnView:
         num_tokens=row[3],
         finish_reason=row[4],
         created_at_s=row[5],
-        messages=codec.unpack_messages(row[6]),
+        messages=messages,
         output_text=row[7],
         prompt_token_ids=tuple(codec.unpack_token_ids(row[8]).tolist()),
         output_token_ids=tuple(codec.unpack_token_ids(row[9]).tolist()),
         usage=codec.unpack_usage(row[10]),
         chain=row[11] or b"",
+        template_input=template_input,
     )

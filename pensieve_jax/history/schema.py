@@ -37,6 +37,9 @@ NAMED_BY_ACTIVITY: Final = (
 # A turn never changes. `num_tokens` counts its whole path, from the first turn of its tree. `kept` is 1 for a
 # turn that stays although no later turn, head or response needs it.
 #
+# `messages` is a JSON list, or an object of `messages` and what the chat template got beside them: `tools`,
+# `arguments`, `prefill` and `generation_prompt`.
+#
 # `conversations` repeats the data of its head turn that a listing shows, so that a listing reads no tokens;
 # both change in the same transaction. `metadata` is NULL for a conversation that a caller of the library
 # names, and JSON for a server's.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.text.messages import Message
 
@@ -54,6 +55,7 @@ class TurnRecord:
         response that is attached to the turn, and not without one; turns that are read have None.
       keep: number of leading tokens of the path before it that its own tokens follow; they replace the
         others. None: all.
+      template_input: what the prompt was rendered from beside the messages. It is stored with messages only.
     """
 
     conversation_id: str
@@ -72,6 +74,7 @@ class TurnRecord:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     keep: int | None = None
+    template_input: TemplateInput = NO_INPUT
 
 
 @dataclass(frozen=True, slots=True, eq=False)

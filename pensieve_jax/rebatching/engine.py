@@ -67,6 +67,7 @@ class RebatchingEngine:
             eos_token_ids=eos_token_ids,
             max_logprobs=config.max_logprobs,
             max_banned_ids=config.max_banned_ids,
+            adjusts=False,
         )
         self._observe = observe
         self._seen: list[StepSeen] = []
@@ -221,6 +222,8 @@ class RebatchingEngine:
         if params.prompt_logprobs is not None:
             limit = "None in padded batches, which do not score prompts"
             raise InvalidRequestError("prompt_logprobs", params.prompt_logprobs, limit)
+        if params.structured is not None:
+            raise InvalidRequestError("structured", params.structured, "None in padded batches")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:
             raise InvalidRequestError(
                 f"priorities{place}" if place else "priority",

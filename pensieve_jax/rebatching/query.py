@@ -149,4 +149,5 @@ class Query(ReplyTokens):
             usage=usage,
             seed=self.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            stop_string=self.stop_string,
         )

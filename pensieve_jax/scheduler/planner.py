@@ -20,9 +20,11 @@ import numpy as np
 
 from pensieve_jax.cache import PageTable
 from pensieve_jax.core.conversation import PENDING_TOKEN
+from pensieve_jax.decoding.adjustments import Adjustment, no_bias, not_counted
 from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import COLUMNS, SAMPLING, truncates
 from pensieve_jax.scheduler.buckets import bucket_for
+from pensieve_jax.scheduler.count_slots import CountSlots
 from pensieve_jax.scheduler.output import SchedulerOutput
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES, PlanLayout, StepPlan
 from pensieve_jax.scheduler.request import Request
@@ -53,6 +55,7 @@ class Planner:
         chunk_tokens: int,
         num_device_pages: int,
         scoring_bucket: int,
+        num_count_slots: int = 0,
     ) -> None:
         """Plan for buckets with these layouts.
 
@@ -63,6 +66,7 @@ class Planner:
           chunk_tokens: tokens per chunk, and per page.
           num_device_pages: pages including the dummy page; writes to slots past them are dropped.
           scoring_bucket: the bucket of every step that scores prompts.
+          num_count_slots: slots of the device's counts of ids; 0 if no request has penalties.
         """
         self._layouts = layouts
         self._buckets = tuple(sorted(layouts))
@@ -71,8 +75,13 @@ class Planner:
         self._page_table = page_table
         self._chunk_tokens = chunk_tokens
         self._padding_slot = num_device_pages * chunk_tokens
+        self._count_slots = CountSlots(num_count_slots)
         self._num_plans = 0
         self.scored: tuple[tuple[Request, int], ...] = ()
+
+    def forget_counts(self) -> None:
+        """Plan for new counts of ids, as those on the device are lost."""
+        self._count_slots.forget()
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """Make the plan of one step with at least one grant.
@@ -152,6 +161,8 @@ class Planner:
         sampling = np.frombuffer(b"".join([request.sampling for request in requests]), SAMPLING)
         for name in (*COLUMNS, "seed"):
             getattr(plan, name)[:num_samples] = sampling[name]
+        if sampling["adjusts"].any():
+            plan.adjustment = self._adjustment(requests, plan.layout.max_num_samples)
         for sample_row, request in enumerate(requests):
             request.sample_row = sample_row
             if len(request.token_ids) <= request.num_unending:
@@ -159,3 +170,19 @@ class Planner:
         plan.flags[FLAG_SAMPLES] = (sampling["temperature"] > 0).any()
         plan.flags[FLAG_TRUNCATES] = truncates(sampling).any()
         plan.flags[FLAG_LOGPROBS] = sampling["logprobs"].any()
+
+    def _adjustment(self, requests: list[Request], num_rows: int) -> Adjustment:
+        """Return the biases and penalties of a step of `num_rows` rows.
+
+        Each request's `sample_row` must be that of the previous step.
+        """
+        adjustment = Adjustment()
+        for row, request in enumerate(requests):
+            if request.bias is not None:
+                if adjustment.bias is None:
+                    adjustment.bias = no_bias(num_rows)
+                adjustment.bias[:, row, : request.bias.shape[1]] = request.bias
+        if any(request.penalties is not None for request in requests):
+            adjustment.counted = not_counted(num_rows)
+            adjustment.seeds = self._count_slots.count(requests, adjustment.counted)
+        return adjustment

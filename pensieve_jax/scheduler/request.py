@@ -18,6 +18,7 @@ from pensieve_jax.cache import CachedSequence, EvictionClass
 from pensieve_jax.core.conversation import Conversation
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.adjustments import bias_words, penalty_words
 from pensieve_jax.decoding.sampling_rows import pack_sampling
 
 type Intervals = list[tuple[int, int]]
@@ -40,10 +41,13 @@ class Request:
       request_id: its arrival number; requests are served in this order.
       seed: 64-bit seed of the turn's samples.
       sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
+      bias: biases of `params`, by `bias_words`; None without any.
+      penalties: penalties of `params`, by `penalty_words`; None without any.
       ending_ids: ids that end the reply; they are banned before `min_tokens`.
       num_history_tokens: length of the history.
       num_prompt_end: length of history + prompt.
-      num_unending: length up to which the last granted token may not end the reply, because of `min_tokens`.
+      num_unending: length up to which the last granted token may not end the reply, because of `min_tokens`;
+        the plan bans its ending ids there.
       max_total_tokens: length at which the turn ends with "length".
       scored_end: prompt tokens before this position need no more log-probabilities: dispatched steps compute
         them, or they were not requested.
@@ -61,6 +65,7 @@ class Request:
         "_swapped_in_tokens",
         "_uncomputed",
         "_was_admitted",
+        "bias",
         "conversation",
         "ending_ids",
         "holes",
@@ -71,6 +76,7 @@ class Request:
         "num_suspensions",
         "num_unending",
         "params",
+        "penalties",
         "request_id",
         "resume_recomputed_tokens",
         "resume_swapped_in_tokens",
@@ -102,10 +108,14 @@ class Request:
         self.seed = seed
         self.ending_ids = ending_ids
         self.sampling = pack_sampling(params, seed)
+        self.bias = bias_words(params) if params.logit_bias else None
+        self.penalties = penalty_words(params) if params.has_penalties else None
         self.token_ids = conversation.token_ids
         self.num_history_tokens = conversation.num_history_tokens
         self.num_prompt_end = len(conversation.token_ids)
-        self.num_unending = self.num_prompt_end + params.min_tokens
+        # The masks of a structured reply forbid ending ids themselves.
+        min_tokens = 0 if params.structured is not None else params.min_tokens
+        self.num_unending = self.num_prompt_end + min_tokens
         # A turn without a reply samples a token as well: its end is noticed like that of any other turn.
         self.max_total_tokens = min(self.num_prompt_end + max(params.max_tokens, 1), max_context_tokens)
         is_scored = params.prompt_logprobs is not None

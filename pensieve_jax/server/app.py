@@ -20,6 +20,7 @@ from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server import cache_view, operations, page
+from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
@@ -33,13 +34,13 @@ from pensieve_jax.server.openai import chat, completions
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
 from pensieve_jax.server.turns.sampling import model_defaults
-from pensieve_jax.text import ChatFormat, Tokenizer
+from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 _log = logging.getLogger(__name__)
-MODULES = (chat, completions, operations, cache_view, page)
+MODULES = (chat, completions, messages, operations, cache_view, page)
 ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 
 
@@ -87,7 +88,7 @@ def make_services(
     clock = WallClock()
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.slot_bytes = info.slot_bytes
-    index = TurnIndex(HistoryTurns(history), max_bytes=settings.max_index_bytes)
+    index = TurnIndex(HistoryTurns(history, ReplyReader(tokenizer)), max_bytes=settings.max_index_bytes)
     return Services(
         engine=engine,
         settings=settings,

@@ -24,6 +24,7 @@ from pensieve_jax.core.errors import (
     TokenizerMissingError,
 )
 from pensieve_jax.decoding.turn_spec import check_token_ids
+from pensieve_jax.server.anthropic.models import VERSION_HEADER, model_info, model_page
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, overloaded, unsupported
@@ -78,13 +79,17 @@ async def metrics(call: HttpRequest) -> HttpResponse:
 
 
 async def list_models(call: HttpRequest) -> HttpResponse:
-    """Reply with a list of the one model that is served."""
+    """Reply with a list of the one model that is served, in the form of the client's API."""
+    if VERSION_HEADER in call.headers:
+        return json_reply(model_page(call.services))
     return json_reply({"object": "list", "data": [_card(call.services)]})
 
 
 async def get_model(call: HttpRequest) -> HttpResponse:
     """Reply with the model of this name, or 404."""
     check_model(call.services, call.path["model"])
+    if VERSION_HEADER in call.headers:
+        return json_reply(model_info(call.services))
     return json_reply(_card(call.services))
 
 

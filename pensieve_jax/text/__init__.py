@@ -8,8 +8,10 @@ from pensieve_jax.text.chat import ChatFormat, EarlierTurn, TurnPrompt
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.loading import CHAT_TEMPLATE, byte_tokenizer, load_tokenizer
 from pensieve_jax.text.messages import ROLES, Message, check_messages
+from pensieve_jax.text.replies import ReplyReader
 from pensieve_jax.text.reply_tokens import ReplyTokens
 from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tools import Tool, check_tools
 from pensieve_jax.text.transcript import num_messages_held
 
 __all__ = [
@@ -19,11 +21,14 @@ __all__ = [
     "EarlierTurn",
     "IncrementalDetokenizer",
     "Message",
+    "ReplyReader",
     "ReplyTokens",
     "Tokenizer",
+    "Tool",
     "TurnPrompt",
     "byte_tokenizer",
     "check_messages",
+    "check_tools",
     "load_tokenizer",
     "num_messages_held",
 ]

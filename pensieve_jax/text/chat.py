@@ -11,6 +11,10 @@ reasoning, replaces the end of the conversation from there on.
 
 - Sampled ids stay where their text is what the template writes, even if the tokenizer would divide the text
   differently. A stop string, or white space that the template trims, is replaced.
+- A template writes the arguments of the model's own tool calls as the model spelled them, and those of a
+  client's messages as transformers does. So a loop of calls and results keeps its tokens.
+- A prefill opens the reply: the template writes it as the last message of the assistant, without its end. In
+  later turns it is the beginning of that reply.
 - A template that writes no beginning-of-sequence token gets none.
 - The current date counts: a template that writes it begins anew on the next day.
 - Messages that several conversations share as their beginning have a rendering of their own, without a
@@ -23,17 +27,23 @@ reasoning, replaces the end of the conversation from there on.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
-from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
+from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
+from pensieve_jax.core.template_input import NO_INPUT, ReplyFormat, TemplateInput
 from pensieve_jax.core.token_ids import num_equal
+from pensieve_jax.text.call_arguments import CallArguments
 from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.shared_text import shared_text
 from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers, reasoning_format, tool_format
 
 _PLACEHOLDER: Final = "MessageStandsHere"
+_MAX_IDS_OF_MARK: Final = 32
+"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
 
 
 class EarlierTurn(NamedTuple):
@@ -44,12 +54,14 @@ class EarlierTurn(NamedTuple):
       output_text: its reply; None if only the ids are known.
       output_token_ids: the ids of its reply.
       num_tokens: number of tokens of the conversation at its end.
+      reply: its reply as a message, if it has parts beside the text; see `replies.ReplyReader`.
     """
 
     messages: Sequence[Message] | None
     output_text: str | None
     output_token_ids: Sequence[int]
     num_tokens: int
+    reply: Message | None = None
 
 
 class TurnPrompt(NamedTuple):
@@ -65,10 +77,22 @@ class TurnPrompt(NamedTuple):
 
 
 class ChatFormat:
-    """The chat template of one tokenizer. It stores nothing between calls; threads may share it."""
+    """The chat template of one tokenizer. It stores nothing between calls; threads may share it.
 
-    def __init__(self, tokenizer: Tokenizer | None, *, now: Callable[[], datetime] = datetime.now) -> None:
+    Attributes:
+      tool_format, reasoning_format: how the model writes calls and reasoning; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        parsers: Parsers = AUTOMATIC,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         """Compile the template; its `strftime_now` uses `now`, which is read once per turn.
+
+        `parsers` names the formats of calls and of reasoning; the template says which "auto" stands for.
 
         Raises TokenizerMissingError, and ChatTemplateError for a missing or broken template.
         """
@@ -84,6 +108,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._now = now
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        self.tool_format = tool_format(parsers.calls, tokenizer.chat_template)
+        self.reasoning_format = reasoning_format(parsers.reasoning, tokenizer.chat_template)
 
     def turn_prompt(
         self,
@@ -91,6 +117,7 @@ class ChatFormat:
         token_ids: Sequence[int],
         new_messages: Sequence[Message],
         *,
+        template_input: TemplateInput = NO_INPUT,
         token_limit: int | None = None,
     ) -> TurnPrompt:
         """Return the prompt of a turn, and how much of the conversation it follows.
@@ -99,6 +126,7 @@ class ChatFormat:
           earlier: the conversation's finished turns in order.
           token_ids: all tokens of the conversation.
           new_messages: the messages of this turn only.
+          template_input: what the template gets beside the messages of all turns.
           token_limit: as in `Tokenizer.encode`, for the whole context.
 
         Raises InvalidRequestError for malformed messages, ChatTemplateError if the template refuses the
@@ -109,7 +137,7 @@ class ChatFormat:
         chat_turns = earlier[without_messages[-1] + 1 :] if without_messages else earlier
         num_raw = earlier[without_messages[-1]].num_tokens if without_messages else 0
         past = [message for turn in chat_turns for message in (*(turn.messages or ()), self._reply(turn))]
-        text = self._template.render([*past, *messages], self._now(), generation_prompt=True)
+        text = self._opened([*past, *messages], template_input)
         start, wanted = num_raw, []
         if num_raw:
             text = text.removeprefix(self._tokenizer.bos_token or "")
@@ -144,23 +172,62 @@ class ChatFormat:
                 return num_ids, len(spelled)
         return 0, 0
 
-    def token_ids(self, messages: Sequence[Message], *, token_limit: int | None = None) -> list[int]:
-        """Return the ids of the first turn of a conversation; see `turn_prompt`."""
-        return self.turn_prompt([], [], messages, token_limit=token_limit).token_ids
+    def _opened(self, messages: Sequence[Message], template_input: TemplateInput) -> str:
+        """Return the text of messages up to where the reply begins or goes on."""
+        prefill = template_input.prefill
+        if prefill is None:
+            opens = template_input.generation_prompt
+            return self._template.render(
+                messages, self._now(), generation_prompt=opens, template_input=template_input
+            )
+        # A word behind the prefill marks its end, and keeps its white space from being trimmed.
+        opening = {"role": "assistant", "content": prefill}
+        word = _placeholder([*messages, opening])
+        written = self._template.render(
+            [*messages, {**opening, "content": prefill + word}],
+            self._now(),
+            generation_prompt=False,
+            template_input=template_input,
+        )
+        text, found, _ = written.rpartition(word)
+        if not found:
+            raise ChatTemplateError(
+                "The chat template cannot continue a message of the assistant, since it does not write its "
+                "content last",
+                "send the conversation without continue_final_message",
+            )
+        return text
 
-    def prefix_token_ids(self, messages: Sequence[Message]) -> list[int]:
+    def token_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        template_input: TemplateInput = NO_INPUT,
+        token_limit: int | None = None,
+    ) -> list[int]:
+        """Return the ids of the first turn of a conversation; see `turn_prompt`."""
+        return self.turn_prompt(
+            [], [], messages, template_input=template_input, token_limit=token_limit
+        ).token_ids
+
+    def prefix_token_ids(
+        self, messages: Sequence[Message], *, template_input: TemplateInput = NO_INPUT
+    ) -> list[int]:
         """Return the ids that begin every conversation whose first messages are these.
 
         Args:
           messages: messages that conversations share, such as a system message.
+          template_input: the tools and arguments that they share.
 
         Raises InvalidRequestError for malformed messages; ChatTemplateError if the template refuses them or
         does not render them before the following messages and separately from them.
         """
         shared, now = check_messages(messages), self._now()
         next_message = {"role": "user", "content": _placeholder(shared)}
-        text = self._template.render(shared, now, generation_prompt=False)
-        longer = self._template.render([*shared, next_message], now, generation_prompt=True)
+        text = self._template.render(shared, now, generation_prompt=False, template_input=template_input)
+        longer = self._template.render(
+            [*shared, next_message], now, generation_prompt=True, template_input=template_input
+        )
         if not longer.startswith(text) or not text.removeprefix(self._tokenizer.bos_token or "").strip():
             raise ChatTemplateError(
                 "The chat template cannot share these messages, since it does not render them before the "
@@ -171,11 +238,74 @@ class ChatFormat:
         # The last characters may share a token with the text after them.
         return ids[: num_equal(ids, longer_ids)]
 
+    def check_input(
+        self, template_input: TemplateInput, *, tools_field: str = "tools", arguments_field: str
+    ) -> None:
+        """Raise InvalidRequestError for tools or arguments that the template does not read."""
+        if template_input.tools and "tools" not in self._template.variables:
+            raise InvalidRequestError(
+                tools_field,
+                f"{len(template_input.tools)} tools",
+                "left out, since the model's chat template takes no tools",
+            )
+        self._template.check_arguments(template_input.arguments, arguments_field)
+
+    def with_reply(
+        self,
+        template_input: TemplateInput,
+        prompt_token_ids: Sequence[int],
+        *,
+        reads_calls: bool = True,
+        has_one_call: bool = False,
+    ) -> TemplateInput:
+        """Return the input of a turn with how its reply is read.
+
+        Args:
+          template_input: what the prompt was rendered from.
+          prompt_token_ids: the prompt, which may end with the mark that begins reasoning.
+          reads_calls: whether calls of the tools are read; False leaves them in the content.
+          has_one_call: whether calls after the first are dropped.
+        """
+        calls, reasoning = self.tool_format, self.reasoning_format
+        if not (reads_calls and template_input.tools):
+            calls = None
+        mark = "" if reasoning is None else reasoning.start
+        is_open = False
+        if mark and template_input.prefill is None:
+            end = self._tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
+            is_open = end.rstrip().endswith(mark)
+        reply = ReplyFormat(
+            "" if calls is None else calls.name,
+            "" if reasoning is None else reasoning.name,
+            is_open=is_open,
+            has_one_call=has_one_call and calls is not None,
+        )
+        return replace(template_input, reply=reply)
+
+    def reads(self, variable: str) -> bool:
+        """Return whether the template reads a variable of this name."""
+        return variable in self._template.variables
+
     def _reply(self, turn: EarlierTurn) -> Message:
+        if turn.reply is not None:
+            return _as_sampled(turn.reply)
         text = turn.output_text
         if text is None:
             text = self._tokenizer.decode(turn.output_token_ids)
         return {"role": "assistant", "content": text}
+
+
+def _as_sampled(reply: Message) -> Message:
+    """Return a reply whose calls are written with the arguments as the model spelled them."""
+    calls = reply.get("tool_calls")
+    if not calls:
+        return reply
+    sampled = []
+    for call in calls:
+        function = call["function"]
+        arguments = CallArguments.sampled(function["arguments"])
+        sampled.append({**call, "function": {**function, "arguments": arguments}})
+    return {**reply, "tool_calls": sampled}
 
 
 def _placeholder(messages: Sequence[Mapping[str, Any]]) -> str:

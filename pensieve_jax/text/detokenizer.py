@@ -10,8 +10,9 @@ lack bytes; then the text ends with U+FFFD, and it waits for the character's end
 fallback decode a run of byte tokens as a whole, where one bad byte turns every character of the run into
 U+FFFD; then the text waits for the run's end.
 
-Control tokens are not text, but a stop string may contain the spelling of one. Such a string is also searched
-in the text with control tokens written out.
+Control tokens are not text, except those that the caller wants shown, such as the marks of tool calls. A stop
+string may contain the spelling of any. Such a string is also searched in the text with control tokens written
+out.
 """
 
 from __future__ import annotations
@@ -33,16 +34,30 @@ class IncrementalDetokenizer:
         completed first, and the longest of those. This does not depend on how the text is split into tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        """Start without text; raise InvalidRequestError unless `stop` is a list of non-empty strings."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        shown: Sequence[str] = (),
+        *,
+        includes_stop: bool = False,
+    ) -> None:
+        """Start without text; raise InvalidRequestError unless `stop` is a list of non-empty strings.
+
+        The control tokens in `shown` are written out. With `includes_stop`, the text ends behind the stop
+        string instead of before it.
+        """
         if isinstance(stop, str):
             raise InvalidRequestError("stop", stop, "a list of strings", "put the string into a list")
         for index, string in enumerate(stop):
             if not isinstance(string, str) or not string:
                 raise InvalidRequestError(f"stop[{index}]", string, "a non-empty string")
         self.stop_string: str | None = None
+        self._includes_stop = includes_stop
         self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_ids
+        self._hidden_ids = tokenizer.special_ids
+        if shown:
+            self._hidden_ids -= tokenizer.control_ids(shown)
         self._stop = tuple(_StopString(string) for string in stop)
         self._written_stop = tuple(
             _WrittenStop(string) for string in stop if tokenizer.has_control_token(string)
@@ -65,7 +80,7 @@ class IncrementalDetokenizer:
         """
         if self.stop_string is not None:
             return ""
-        if token_id in self._special_ids:
+        if token_id in self._hidden_ids:
             return self._push_control(token_id, may_stop=may_stop) if self._written_stop else ""
         if self._tokenizer.token_text(token_id) is None:
             return ""  # outside the vocabulary; in a window it would stand for text that does not exist
@@ -105,7 +120,7 @@ class IncrementalDetokenizer:
         return delta
 
     def _push_control(self, token_id: int, *, may_stop: bool) -> str:
-        """Return the text before a stop string that a control token completes, else ""."""
+        """Return the text that ends at a stop string that a control token completes, else ""."""
         fresh = self._tokenizer.decode_window(self._window)[len(self._prefix_text) :] if self._window else ""
         spelling = self._tokenizer.token_text(token_id) or ""
         found: list[tuple[str, int]] = []
@@ -120,7 +135,7 @@ class IncrementalDetokenizer:
             return ""
         self.stop_string, size = max(found, key=lambda one: len(one[0]))
         text = self._held + fresh
-        return text[: len(text) - size]
+        return self._ended(text[: len(text) - size])
 
     def _release(self, fresh: str, *, may_stop: bool) -> str:
         """Add final text and return what cannot be part of a stop string."""
@@ -155,7 +170,7 @@ class IncrementalDetokenizer:
         return matches
 
     def _end_at_stop(self, text: str, matches: Sequence[_Match]) -> str:
-        """Return the part of `text` before the stop string that completes first; "" if none does.
+        """Return `text` ended at the stop string that completes first; "" if none does.
 
         `text` begins with the held text.
         """
@@ -170,7 +185,11 @@ class IncrementalDetokenizer:
         # Take the first that completed, and the longest of those.
         completed_at, self.stop_string, size = min(found, key=lambda one: (one[0], -len(one[1])))
         at = len(self._held) + completed_at - size
-        return text[:at]
+        return self._ended(text[:at])
+
+    def _ended(self, before: str) -> str:
+        """Return the end of the text, where `before` is the text before the stop string."""
+        return before + (self.stop_string or "") if self._includes_stop else before
 
 
 class _Match(NamedTuple):

@@ -31,6 +31,7 @@ class ReplyTokens:
         ending_ids: Sequence[int],
         max_num_tokens: int,
         tokenizer: Tokenizer | None,
+        shown: Sequence[str] = (),
     ) -> None:
         """Start without tokens.
 
@@ -39,10 +40,17 @@ class ReplyTokens:
           ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
           max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
           tokenizer: None produces no text.
+          shown: control tokens that the text shows, such as the marks of tool calls.
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, params.stop)
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else IncrementalDetokenizer(
+                tokenizer, params.stop, shown, includes_stop=params.include_stop_str_in_output
+            )
+        )
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -51,6 +59,11 @@ class ReplyTokens:
     def has_text(self) -> bool:
         """Whether there is a tokenizer to produce text."""
         return self._detokenizer is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply, else None."""
+        return None if self._detokenizer is None else self._detokenizer.stop_string
 
     @property
     def text(self) -> str:
@@ -72,13 +85,15 @@ class ReplyTokens:
             top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
             self.logprobs.append(TokenLogprob(token_id, logprob, top))
         may_end = len(self.token_ids) > params.min_tokens
-        ends_by_id = may_end and token_id in self._ending_ids
+        # The mask of a structured reply forbids ending ids before `min_tokens`, unless nothing else fits.
+        may_end_by_id = may_end or params.structured is not None
+        ends_by_id = may_end_by_id and token_id in self._ending_ids
         ends_by_length = len(self.token_ids) >= self._max_num_tokens
         if self._detokenizer is not None:
             if not ends_by_id:  # the id that ends a reply is not text, special or not
                 self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
             if ends_by_id or ends_by_length:
                 self.pieces.append(self._detokenizer.flush(may_stop=may_end))
-        if ends_by_id or (self._detokenizer is not None and self._detokenizer.stop_string is not None):
+        if ends_by_id or self.stop_string is not None:
             return "stop"
         return "length" if ends_by_length else None

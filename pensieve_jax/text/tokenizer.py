@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
@@ -99,6 +99,16 @@ class Tokenizer:
         else:
             self.first_id = self.bos_id if wants_bos else None
         self.wants_bos = self.first_id is not None
+
+    def as_json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id that the vocabulary spells so, or None."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     @cached_property
     def vocab_size(self) -> int:
@@ -241,6 +251,11 @@ class Tokenizer:
     def has_control_token(self, text: str) -> bool:
         """Return whether a text has the spelling of a special token in it."""
         return any(spelling in text for spelling in self._control_spellings)
+
+    def control_ids(self, spellings: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those spellings that are special tokens."""
+        found = (self._backend.token_to_id(spelling) for spelling in spellings)
+        return self.special_ids.intersection(token_id for token_id in found if token_id is not None)
 
     @cached_property
     def _control_spellings(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
+from pensieve_jax.text.call_arguments import canonical_arguments
 from pensieve_jax.text.chat import EarlierTurn
 from pensieve_jax.text.messages import Message
 
@@ -39,10 +40,23 @@ def _held_in_suffix(earlier: Sequence[EarlierTurn], messages: Sequence[Message])
     """
     for number, turn in enumerate(earlier):
         end = _end_of_replay(turn.messages or (), messages, 0)
-        if end is None or str(messages[end - 1]["content"]).strip() != (turn.output_text or "").strip():
+        if end is None or not _is_same_reply(turn, messages[end - 1]):
             continue
         return _end_of_replays(earlier[number + 1 :], messages, end)
     return 0
+
+
+def _is_same_reply(turn: EarlierTurn, message: Message) -> bool:
+    reply = turn.reply or {"content": turn.output_text}
+    texts = [(one["content"] or "").strip() for one in (reply, message)]
+    calls = [
+        [
+            (call["function"]["name"], canonical_arguments(call["function"]["arguments"]))
+            for call in one.get("tool_calls") or ()
+        ]
+        for one in (reply, message)
+    ]
+    return texts[0] == texts[1] and calls[0] == calls[1]
 
 
 def _held_from_start(earlier: Sequence[EarlierTurn], messages: Sequence[Message]) -> int:

@@ -45,7 +45,7 @@ def free_run(reference, context_ids, params, seed, eos_token_ids=(257, 261)):
         rows = turn_rows(params, seed, np.array([len(ids)]), eos_token_ids)
         if num_done >= params.min_tokens:
             rows.banned_ids[:] = -1
-        samples = _sample(logits, rows)
+        samples = _sample(logits, logits, rows)
         output_ids.append(int(samples.token_ids[0]))
         logprobs.append(float(samples.logprobs[0]))
     return output_ids, logprobs

@@ -19,6 +19,8 @@ from model_defs import load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding import adjustments
+from pensieve_jax.decoding.adjustments import Adjustment
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.device import kernel_choices, model_runner
 from pensieve_jax.device.dense_reference import DenseReference
@@ -117,19 +119,22 @@ class Stepper:
         self.runner = runner
         self.num_steps = 0
 
-    def dispatch(self, *rows, logprobs=False):
+    def start(self, *rows, logprobs=False, words=None, adjustment=None):
         num_tokens = sum(row.end - row.start for row in rows)
         bucket = min(bucket for bucket in self.buckets if bucket >= num_tokens)
         plan = StepPlan(self.runner.layouts[bucket], self.num_steps, self.runner.storage.padding_slot)
         self.num_steps += 1
         self._fill(plan, rows, num_tokens)
         plan.flags[FLAG_LOGPROBS] = logprobs
+        plan.adjustment = adjustment
         self.runner.fill_tiles(plan)
-        return self.runner.dispatch(plan)
+        handle = self.runner.launch(plan)
+        self.runner.choose(handle, words)
+        return handle
 
-    def step(self, *rows, logprobs=False):
+    def step(self, *rows, **options):
         """Run one step and append what was sampled."""
-        result = self.runner.fetch(self.dispatch(*rows, logprobs=logprobs))
+        result = self.runner.fetch(self.start(*rows, **options))
         for row, token_id in zip([row for row in rows if row.samples], result.token_ids, strict=False):
             row.talk.ids.append(int(token_id))
             row.talk.outputs.append(int(token_id))
@@ -165,7 +170,7 @@ class Stepper:
         params = talk.params
         plan.sample_tokens[sample_row], plan.sample_positions[sample_row] = token, position
         plan.temperature[sample_row], plan.top_k[sample_row] = params.temperature, params.top_k
-        plan.top_p[sample_row] = params.top_p
+        plan.top_p[sample_row], plan.min_p[sample_row] = params.top_p, params.min_p
         plan.seed[sample_row] = talk.seed & 0xFFFFFFFF, talk.seed >> 32
         if len(talk.outputs) < params.min_tokens:
             plan.banned_ids[sample_row, : len(params.stop_token_ids)] = params.stop_token_ids
@@ -225,14 +230,14 @@ def test_steps_chain_without_fetching(num_devices):
     """Ids pass from step to step on the device, to other rows and buckets; they are fetched at the end."""
     stepper = Stepper(runner_for("llama-tiny", num_devices))
     talks = [Talk(random_ids(12, seed=5), pages=[1, 2]), Talk(random_ids(19, seed=6), pages=[3, 4])]
-    handles = [stepper.dispatch(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks))]
+    handles = [stepper.start(*(Row(talk, 0, len(talk.ids), samples=True) for talk in talks))]
     for num_done in range(1, 5):
         rows = []
         for i, talk in enumerate(talks):
             length = len(talk.ids) + num_done
             prev_sample = i if num_done % 2 else 1 - i  # the rows change places with every step
             rows.append(Row(talk, length - 1, length, samples=True, prev_sample=prev_sample))
-        handles.append(stepper.dispatch(*(rows[::-1] if num_done % 2 else rows)))
+        handles.append(stepper.start(*(rows[::-1] if num_done % 2 else rows)))
     results = [stepper.runner.fetch(handle) for handle in handles]
     for i, talk in enumerate(talks):
         talk.outputs = [int(result.token_ids[i ^ (step % 2)]) for step, result in enumerate(results)]
@@ -354,7 +359,7 @@ def test_exchanges_between_two_devices(monkeypatch):
         assert collectives(executable.as_text()) == {}
     for (_, mode), executable in executables.choose.items():
         draws = mode.draws and not mode.truncates
-        expected = {"all-gather": 1} | ({"all-reduce": 1} if draws else {})
+        expected = {"all-gather": 1 + mode.truncates} | ({"all-reduce": 1} if draws else {})
         assert collectives(executable.as_text()) == expected, mode
     talk, puts, device_put = Talk(random_ids(9, seed=2), pages=[1]), [], jax.device_put
     stepper = Stepper(runner)
@@ -363,6 +368,81 @@ def test_exchanges_between_two_devices(monkeypatch):
     )
     stepper.step(Row(talk, 0, 9, samples=True))
     assert len(puts) == 1
+
+
+def _masks(*rows):
+    """Return masks of four rows; the first rows allow these ids alone."""
+    allowed = np.ones((4, 320), bool)
+    for row, ids in enumerate(rows):
+        allowed[row] = np.isin(np.arange(320), ids)
+    return np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_masks_biases_and_penalties_of_rows(num_devices):
+    """Each changes its own row alone, log-probabilities stay the model's, and nothing is compiled."""
+    runner = runner_for("llama-tiny", num_devices)
+    num_compilations = runner.num_compilations
+
+    def first_ids(**options):
+        stepper = Stepper(runner)
+        runner.reset()
+        runner.device_pools.replace(poisoned_pools(runner.storage))
+        talks = [Talk(random_ids(9 + i, seed=i), pages=[2 * i + 1, 2 * i + 2]) for i in range(3)]
+        rows = [Row(talk, 0, len(talk.ids), samples=True) for talk in talks]
+        result = stepper.step(*rows, logprobs=True, **options)
+        return result.token_ids[:3].tolist(), result
+
+    plain, expected = first_ids()
+    masked, found = first_ids(words=_masks([7], [int(expected.top_ids[1, 2])]))
+    assert masked == [7, int(expected.top_ids[1, 2]), plain[2]]
+    np.testing.assert_array_equal(found.top_logprobs, expected.top_logprobs)
+    assert found.logprobs[1] == expected.top_logprobs[1, 2]
+    assert found.logprobs[2] == expected.logprobs[2]
+
+    bias, counted = adjustments.no_bias(4), adjustments.not_counted(4)
+    bias[:, 2, :1] = adjustments.bias_words(SamplingParams(logit_bias={319: 100}))
+    assert first_ids(adjustment=Adjustment(bias=bias))[0] == [plain[0], plain[1], 319]
+
+    penalized = SamplingParams(presence_penalty=2.0, frequency_penalty=2.0)
+    counted[:, 1] = [3, -1, *adjustments.penalty_words(penalized)]
+    seeds = adjustments.seeds(3, [], [plain[1]] * 50, clears=True)
+    ids, found = first_ids(adjustment=Adjustment(counted=counted, seeds=seeds), words=_masks([7]))
+    assert ids == [7, int(expected.top_ids[1, 1]), plain[2]]
+    assert found.logprobs[1] == expected.top_logprobs[1, 1]
+    assert runner.num_compilations == num_compilations
+
+
+def test_ids_in_flight_are_counted():
+    """A talk whose ids the host has not seen is penalized for them, on another row of the next step."""
+    runner = runner_for()
+    talks = [Talk(random_ids(12, seed=5), pages=[1, 2]), Talk(random_ids(19, seed=6), pages=[3, 4])]
+    penalty = adjustments.penalty_words(SamplingParams(presence_penalty=2.0, frequency_penalty=2.0))
+    bias = adjustments.no_bias(4)
+    bias[:, :2, :1] = adjustments.bias_words(SamplingParams(logit_bias={11: 3.0}))[:, None]
+    stepper, handles = Stepper(runner), []
+    for step in range(5):
+        rows, counted = [], adjustments.not_counted(4)
+        for number in (0, 1) if step % 2 == 0 else (1, 0):
+            talk, row = talks[number], len(rows)
+            length = len(talk.ids) + step
+            prev_sample = (number if step % 2 else 1 - number) if step else -1
+            counted[:, row] = [number, (number if step % 2 else 1 - number) if step else -1, *penalty]
+            rows.append(Row(talk, length - 1 if step else 0, length, samples=True, prev_sample=prev_sample))
+        seeds = [one for slot in (0, 1) for one in adjustments.seeds(slot, [], [], clears=True)]
+        adjustment = Adjustment(bias=bias, counted=counted, seeds=[] if step else seeds)
+        handles.append(stepper.start(*rows, adjustment=adjustment))
+    results = [runner.fetch(handle).token_ids for handle in handles]
+    for number, talk in enumerate(talks):
+        ids = [int(result[number ^ (step % 2)]) for step, result in enumerate(results)]
+        context = list(talk.ids)
+        for step, token_id in enumerate(ids):
+            logits = reference_for("llama-tiny").logits(context)[-1].astype(np.float64)
+            logits[11] += 3.0
+            logits -= 2.0 * np.bincount(ids[:step], minlength=320)
+            logits[ids[:step]] -= 2.0
+            assert token_id == logits.argmax()
+            context.append(token_id)
 
 
 @pytest.mark.parametrize("preset", ["llama-tiny", pytest.param("opt-tiny", marks=pytest.mark.long)])
@@ -454,12 +534,16 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress(monkeypatch):
-    """One call per executable, seven of them of samplers and scores. Equal models share them."""
+    """One call per executable: two buckets' layers and ends, six samplers, four of adjustments and counts,
+    three of prompts' scores.
+
+    Equal models share them.
+    """
     runner_for()
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
     runner.warm_up(lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(i, 15) for i in range(1, 16)]
+    assert [call[:2] for call in calls] == [(i, 19) for i in range(1, 20)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
     monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.prompt_rows import PromptScores
+from pensieve_jax.engine.late_rows import LateRow
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.scheduler import StepPlan, StepResult, bucket_layout, token_buckets
 from pensieve_jax.scheduler.plan import FLAG_LOGPROBS, FLAG_SAMPLES, FLAG_TRUNCATES
@@ -115,9 +117,14 @@ class Continuation(NamedTuple):
 
 
 def dense_continuation(
-    token_ids: Sequence[int], params: SamplingParams, seed: int, count: int, may_end: Callable[[int], bool]
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    count: int,
+    may_end: Callable[[int], bool],
+    row: LateRow | None = None,
 ) -> Continuation:
-    """Return up to `count` tokens after `token_ids`, computed without pages.
+    """Return up to `count` tokens after `token_ids`, computed without pages, within the masks of `row`.
 
     If `may_end(n)`, the n-th may be an ending id, and is then the last.
     """
@@ -131,9 +138,15 @@ def dense_continuation(
     for number in range(1, count + 1):
         position = len(token_ids) + number - 1
         banned_ids = frozenset() if may_end(number) else ending_ids
+        if row is not None:
+            words = np.full((1, -(-VOCAB_SIZE // 32)), -1, np.int32)
+            row.fill(words[0])
+            banned_ids |= masked_ids(words, 0)
         token_id = choose(totals[-1], _choice(params, seed, position, banned_ids))
         found.token_ids.append(token_id)
         found.totals.append(totals[-1])
+        if row is not None:
+            row.accept(token_id)
         if token_id in ending_ids:
             break
         below = 0
@@ -146,8 +159,26 @@ def _choice(params: SamplingParams, seed: int, position: int, banned_ids: frozen
     return Choice(params.temperature, params.top_k, params.top_p, seed, position, banned_ids)
 
 
+@dataclass(eq=False)
+class FakeHandle:
+    """A step in flight: the sums from which its rows choose, its scores, and the result after `choose`."""
+
+    plan: StepPlan
+    totals: list[int]
+    prompt: PromptScores | None = None
+    result: StepResult | None = None
+
+
+def masked_ids(words: np.ndarray | None, row: int) -> frozenset[int]:
+    """Return the ids that a row may not choose."""
+    if words is None:
+        return frozenset()
+    bits = np.unpackbits(words[row].view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    return frozenset(np.flatnonzero(bits == 0).tolist())
+
+
 class FakeRunner:
-    """Computes a step when it is dispatched, as program order on a device would.
+    """Computes a step when it is launched, as program order on a device would.
 
     Attributes:
         transfers: moves chunks between its pages and host slots.
@@ -183,8 +214,9 @@ class FakeRunner:
         self._offsets = np.arange(self.page_size)
         self._prev_ids = np.zeros(0, np.int32)
         self._next_step_id: int | None = None
+        self._unchosen: FakeHandle | None = None
 
-    def dispatch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeHandle:
         self._check(plan)
         self._next_step_id = plan.step_id + 1
         rows, pages = [], set()
@@ -211,15 +243,21 @@ class FakeRunner:
                 )
                 totals[tokens] = entries.cumsum()[len(slots) - _len(tokens) :]
         num_samples = int(plan.num_samples[0])
-        result = self._sample(plan, totals[plan.sample_tokens[:num_samples]].tolist())
+        self._unchosen = FakeHandle(plan, totals[plan.sample_tokens[:num_samples]].tolist())
         if plan.prompt_rows is not None:
             scored = totals[plan.prompt_rows.tokens].tolist()
-            result = result._replace(prompt=self._score(scored, plan.prompt_rows.targets.tolist()))
-        self._prev_ids = result.token_ids
-        return result
+            self._unchosen.prompt = self._score(scored, plan.prompt_rows.targets.tolist())
+        return self._unchosen
 
-    def fetch(self, handle: StepResult) -> StepResult:
-        return handle
+    def choose(self, handle: FakeHandle, words: np.ndarray | None) -> None:
+        assert handle is self._unchosen, "not the last launched step"
+        self._unchosen = None
+        handle.result = self._sample(handle.plan, handle.totals, words)._replace(prompt=handle.prompt)
+        self._prev_ids = handle.result.token_ids
+
+    def fetch(self, handle: FakeHandle) -> StepResult:
+        assert handle.result is not None, "its ids were not chosen"
+        return handle.result
 
     def _row(self, plan: StepPlan, row: int) -> tuple[slice, np.ndarray]:
         """Return the row's tokens, and the pages of all entries that its last token attends to."""
@@ -227,7 +265,10 @@ class FakeRunner:
         tokens = slice(int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1]))
         return tokens, plan.page_indices[row, :num_pages].astype(np.int64)
 
-    def _sample(self, plan: StepPlan, totals: list[int]) -> StepResult:
+    def _sample(self, plan: StepPlan, totals: list[int], words: np.ndarray | None) -> StepResult:
+        if words is not None:
+            assert words.shape == (plan.layout.max_num_samples, -(-VOCAB_SIZE // 32)), words.shape
+            assert words.dtype == np.int32 and (words[len(totals) :] == -1).all(), "padding has no mask"
         num_samples, flags = int(plan.num_samples[0]), plan.flags
         result = StepResult(
             np.full(num_samples, -1, np.int32),
@@ -243,7 +284,7 @@ class FakeRunner:
                 top_p=float(plan.top_p[row]) if truncates else 1.0,
                 seed=int(plan.seed[row, 0]) | int(plan.seed[row, 1]) << 32,
                 position=int(plan.sample_positions[row]),
-                banned_ids=frozenset(plan.banned_ids[row].tolist()),
+                banned_ids=frozenset(plan.banned_ids[row].tolist()) | masked_ids(words, row),
             )
             result.token_ids[row] = choose(total, how)
             result.logprobs[row] = logprob_of(total)
@@ -265,6 +306,7 @@ class FakeRunner:
     def _check(self, plan: StepPlan) -> None:
         """Assert what a device would silently get wrong."""
         assert self._next_step_id in (None, plan.step_id), "a plan was left out"
+        assert self._unchosen is None, "the ids of the step before were not chosen"
         padding = self.num_pages * self.page_size
         num_tokens = int(plan.cu_q_lens[-1])
         slots = plan.write_slots[:num_tokens]

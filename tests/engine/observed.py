@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from pensieve_jax.cache.drops import ChunkCopy
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.engine.runner import Progress, Runner
@@ -83,10 +85,10 @@ class ObservedRunner:
     """A runner that records its calls and fails on demand.
 
     Attributes:
-        events: ("dispatch" | "fetch", step id), in order.
+        events: ("launch" | "choose" | "fetch", step id), in order.
         rows: by step, (start, end) of the tokens that every row computes.
         transfers: its transfers, observed.
-        faults: error that the next call of "dispatch", "fetch" or one of the transfers' raises, once.
+        faults: error that the next call of "launch", "choose", "fetch" or one of the transfers' raises, once.
     """
 
     def __init__(self, inner: Runner) -> None:
@@ -119,15 +121,21 @@ class ObservedRunner:
         self.num_resets += 1
         self.inner.reset()
 
-    def dispatch(self, plan: StepPlan) -> tuple[int, Any]:
-        self.faults.raise_at("dispatch")
-        self.events.append(("dispatch", plan.step_id))
+    def launch(self, plan: StepPlan) -> tuple[int, Any]:
+        self.faults.raise_at("launch")
+        self.events.append(("launch", plan.step_id))
         num_rows = int(plan.num_rows[0])
         q_lens = (plan.cu_q_lens[1 : num_rows + 1] - plan.cu_q_lens[:num_rows]).tolist()
         kv_lens = plan.kv_lens[:num_rows].tolist()
         self.rows.append([(kv - q, kv) for q, kv in zip(q_lens, kv_lens, strict=True)])
         self.plans.append(plan)
-        return plan.step_id, self.inner.dispatch(plan)
+        return plan.step_id, self.inner.launch(plan)
+
+    def choose(self, handle: tuple[int, Any], words: np.ndarray | None) -> None:
+        self.faults.raise_at("choose")
+        step_id, inner_handle = handle
+        self.events.append(("choose", step_id))
+        self.inner.choose(inner_handle, words)
 
     def fetch(self, handle: tuple[int, Any]) -> StepResult:
         self.faults.raise_at("fetch")

@@ -71,11 +71,16 @@ def real_config(
 class PoisonedRunner(ModelRunner):
     """Runner whose unwritten pages hold NaN, and whose steps must not compile anything."""
 
-    def dispatch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan) -> StepHandle:
         num_before = self.num_compilations
-        handle = super().dispatch(plan)
+        handle = super().launch(plan)
         assert self.num_compilations == num_before, "a step was compiled after warm-up"
         return handle
+
+    def choose(self, handle: StepHandle, words: np.ndarray | None) -> None:
+        num_before = self.num_compilations
+        super().choose(handle, words)
+        assert self.num_compilations == num_before, "a choice was compiled after warm-up"
 
     def fetch(self, handle: StepHandle) -> StepResult:
         num_before = self.num_compilations

@@ -29,9 +29,9 @@ KINDS = (CALM_OPS, CALM_OPS, HASTY_OPS, OPS)
 MODEL_TOKENS = (300, 400, 600, 600, 50)
 LAZINESS = (0.0, 0.3, 0.7, 0.9)
 UNFIT = (*[0.0] * 6, 0.1, 0.5, 1.0)  # share of chunks that host memory cannot keep
-FAILING_PLACES = ("dispatch", "fetch", "commit", "completed", "swap_out", "swap_in")
+FAILING_PLACES = ("launch", "choose", "fetch", "commit", "completed", "swap_out", "swap_in")
 INTERRUPTED_PLACES = (
-    *("dispatch", "fetch", "commit", "committed", "completed", "completed done"),
+    *("launch", "choose", "fetch", "commit", "committed", "completed", "completed done"),
     *("swap_out", "swap_out done", "swap_in", "swap_in done", "expedite", "expedite done", "wait"),
 )
 

@@ -349,7 +349,7 @@ def test_a_failed_turn_leaves_its_parent_unchanged():
     trees = forest()
     first = trees.turn(prompt=40)
     (failed,) = trees.send(first, 10)
-    trees.harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    trees.harness.runner.faults["launch"] = lambda: StepFailedError("the device failed")
     trees.harness.drain()
     assert isinstance(failed.turn.error, StepFailedError)
     (refused,) = trees.send(first, 10)

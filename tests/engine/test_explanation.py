@@ -174,7 +174,7 @@ def test_a_failed_step_and_an_interrupt_are_given_as_reasons():
     assert {c.drop.reason for c in harness.engine.explain("a").chunks} == {DropReason.DEVICE_LOST}
     harness.turn("a", 4, max_tokens=2)
     turn = harness.submit(harness.facts(harness.prompt(5), "c", max_tokens=9), "c")
-    harness.runner.faults["dispatch"] = KeyboardInterrupt
+    harness.runner.faults["launch"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         harness.step()
     explanation = harness.engine.explain("a")

@@ -43,7 +43,7 @@ def check_usable(harness, facts):
     harness.check_empty()
 
 
-@pytest.mark.parametrize("where", ["dispatch", "fetch", "completed", "swap_out", "swap_in"])
+@pytest.mark.parametrize("where", ["launch", "choose", "fetch", "completed", "swap_out", "swap_in"])
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_a_failed_step_fails_the_running_turns_only(where, num_steps):
     harness = Harness()
@@ -85,7 +85,7 @@ def test_a_failed_turn_keeps_no_frames():
 
     harness = Harness()
     turns, facts = two_running_turns(harness)
-    harness.runner.faults["dispatch"] = fail
+    harness.runner.faults["launch"] = fail
     mine = None
     try:
         raise LookupError("the caller's own")
@@ -103,7 +103,7 @@ def test_waiting_turns_survive_a_failed_step():
     facts = [harness.facts(harness.prompt(9, seed=i), name, max_tokens=8) for i, name in enumerate("ab")]
     running, waiting = (harness.submit(one, name) for one, name in zip(facts, "ab", strict=True))
     harness.step(2)
-    harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    harness.runner.faults["launch"] = lambda: StepFailedError("the device failed")
     assert harness.step() == [running]
     assert harness.run(waiting)[0].token_ids == harness.expected(facts[1])
 
@@ -152,7 +152,9 @@ def test_a_failed_commit_of_a_first_turn_leaves_no_conversation():
     harness.check_empty()
 
 
-@pytest.mark.parametrize("where", ["dispatch", "fetch", "completed", "swap_out", "swap_in done", "expedite"])
+@pytest.mark.parametrize(
+    "where", ["launch", "choose", "fetch", "completed", "swap_out", "swap_in done", "expedite"]
+)
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_ctrl_c_in_a_step_loses_running_turns_only(where, num_steps):
     """The store holds exactly the committed turns, and the continuation equals the reference."""
@@ -194,7 +196,7 @@ def test_ctrl_c_around_a_commit(where):
         check_usable(harness, facts)
 
 
-@pytest.mark.parametrize("where", ["dispatch", "fetch", "commit", "committed"])
+@pytest.mark.parametrize("where", ["launch", "choose", "fetch", "commit", "committed"])
 def test_ctrl_c_then_another_process_opens_the_history(where, tmp_path):
     """Closing after an interrupt releases the file; every commit is there, and can be continued."""
     path = tmp_path / "history.sqlite"
@@ -280,7 +282,7 @@ def test_an_allocation_of_pools_that_failed_is_retried_at_the_next_step(monkeypa
     running, waiting = (harness.submit(one, name) for one, name in zip(facts, "ab", strict=True))
     harness.step(2)
     fail_resets(harness, monkeypatch, 2)
-    harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    harness.runner.faults["launch"] = lambda: StepFailedError("the device failed")
     assert harness.step() == [running]
     assert str(running.error) == "the device failed" and not waiting.done
     for _ in range(2):
@@ -319,7 +321,7 @@ def test_ctrl_c_is_recovered_from_although_new_pools_do_not_fit(monkeypatch):
     harness = Harness()
     turns, facts = two_running_turns(harness)
     fail_resets(harness, monkeypatch, 1)
-    harness.runner.faults["dispatch"] = KeyboardInterrupt
+    harness.runner.faults["launch"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         harness.engine.step()
     for turn in turns:

@@ -12,7 +12,7 @@ from tests.engine.harness import Harness, small_config
 
 
 def rows_since(harness, num_steps):
-    """Return the token intervals of all rows dispatched after the first `num_steps` steps."""
+    """Return the token intervals of all rows launched after the first `num_steps` steps."""
     return [row for rows in harness.runner.rows[num_steps:] for row in rows]
 
 
@@ -46,13 +46,13 @@ def test_recomputation_is_cut_on_chunk_boundaries_and_samples_at_its_end():
     assert output.token_ids == harness.expected(facts)
 
 
-def test_the_next_step_is_dispatched_before_ids_are_fetched():
-    """Step N+1 is dispatched before the engine waits for step N."""
+def test_the_next_step_is_launched_before_ids_are_fetched():
+    """Step N+1 and its choice are launched before the engine waits for step N."""
     harness = Harness()
     harness.turn("a", 5, max_tokens=6)
     events = harness.runner.events
     for step_id in range(5):
-        assert events.index(("dispatch", step_id + 1)) < events.index(("fetch", step_id))
+        assert events.index(("choose", step_id + 1)) < events.index(("fetch", step_id))
     assert events[-1] == ("fetch", 5)
     assert [plan.prev_samples[0] for plan in harness.runner.plans] == [-1, 0, 0, 0, 0, 0]
 

@@ -44,7 +44,7 @@ def test_a_stop_string_ends_the_turn_before_it():
     (output,) = harness.run(harness.submit(facts, "a"))
     num_ids = next(n for n in range(61) if stop in TOKENIZER.decode(list(expected[:n])))
     assert output.finish_reason == "stop" and output.token_ids == expected[:num_ids]
-    assert output.text == text[: text.find(stop)]
+    assert output.text == text[: text.find(stop)] and output.stop_string == stop
     assert harness.history("a") == (*facts.prompt, *expected[:num_ids])
     harness.turn("a", 4, seed=1, max_tokens=5)
     harness.check_empty()

@@ -157,7 +157,7 @@ def test_the_cpu_tier_survives_a_failed_step():
     harness = two_tiers()
     on_cpu(harness)
     turn, facts = submit(harness, "a")
-    harness.runner.faults["dispatch"] = lambda: StepFailedError("the device failed")
+    harness.runner.faults["launch"] = lambda: StepFailedError("the device failed")
     assert harness.step() == [turn] and turn.error is not None
     (output,) = harness.run(harness.submit(facts, "a"))
     assert output.token_ids == harness.expected(facts)

@@ -153,12 +153,13 @@ def test_a_failed_result_is_noticed_before_the_next_step(monkeypatch):
         patch.setattr(runner, "_executables", runner._executables._replace(choose=fails.choose))
         fails.is_armed = True
         plan = runner._empty_plan(min(runner.layouts.values(), key=lambda layout: layout.num_tokens))
-        handle = runner.dispatch(plan)
+        handle = runner.launch(plan)
+        runner.choose(handle, None)
         while not handle.words.is_ready():
             pass
         plan.step_id += 1
         with pytest.raises(StepFailedError, match="could not be started"):
-            runner.dispatch(plan)
+            runner.launch(plan)
         fails.is_armed = False
         runner.reset()
         harness.turn("c", 9, seed=5, max_tokens=2)

@@ -249,16 +249,16 @@ def a_page_is_reused_before_it_was_read(patch):
 
 
 def an_expedited_copy_comes_after_its_step(patch):
-    before_step, dispatch = FakeTransfers.before_step, FakeRunner.dispatch
+    before_step, launch = FakeTransfers.before_step, FakeRunner.launch
 
-    def dispatched(self, plan):
+    def launched(self, plan):
         expedited, self.transfers._expedited = self.transfers._expedited, []
-        handle = dispatch(self, plan)
+        handle = launch(self, plan)
         self.transfers._expedited = expedited
         before_step(self.transfers, set())
         return handle
 
-    patch.setattr(FakeRunner, "dispatch", dispatched)
+    patch.setattr(FakeRunner, "launch", launched)
 
 
 TIER_MUTATIONS: dict[str, Mutation] = {

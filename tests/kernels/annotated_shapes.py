@@ -6,6 +6,7 @@ of a kind, or nothing for any dtype. A name stands for one size in all arrays of
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import typing
@@ -25,9 +26,9 @@ def mismatches(function: Callable[..., Any], *args: Any, result: Any, **kwargs: 
     arrays = [one for name, value in bound.items() if name in hints for one in _arrays(hints[name], value)]
     if not arrays:
         raise TypeError(f"{function.__name__} has no annotated arrays")
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for text, array in arrays:
-        for name, size in zip(_dimensions(text), array.shape, strict=False):
+        for name, size in _named_sizes(_dimensions(text), tuple(array.shape)):
             if name.isidentifier():
                 sizes.setdefault(name, size)
             elif (match := re.fullmatch(r"2 \* (\w+)", name)) is not None:
@@ -39,11 +40,28 @@ def mismatches(function: Callable[..., Any], *args: Any, result: Any, **kwargs: 
     ]
 
 
+def _named_sizes(names: list[str], shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield each name with its size, and that of a star with the tuple of its sizes."""
+    star = next((i for i, name in enumerate(names) if name.startswith("*")), None)
+    if star is None:
+        yield from zip(names, shape, strict=False)
+        return
+    end = len(shape) - (len(names) - star - 1)
+    yield from zip(names[:star], shape, strict=False)
+    yield names[star][1:], shape[star:end]
+    yield from zip(names[star + 1 :], shape[end:], strict=False)
+
+
 def _arrays(hint: Any, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each array of a value with its annotation."""
     if value is None:
         return
-    if metadata := getattr(hint, "__metadata__", None):
+    if isinstance(hint, typing.TypeAliasType):
+        yield from _arrays(hint.__value__, value)
+    elif dataclasses.is_dataclass(value) or hasattr(value, "_asdict"):
+        for name, one in typing.get_type_hints(type(value), include_extras=True).items():
+            yield from _arrays(one, getattr(value, name))
+    elif metadata := getattr(hint, "__metadata__", None):
         yield metadata[0], value
     elif typing.get_origin(hint) is tuple:
         for one, part in zip(typing.get_args(hint), value, strict=True):
@@ -68,4 +86,4 @@ def _fits(text: str, array: Any, sizes: dict[str, int]) -> bool:
         if dtype in _KINDS
         else array.dtype == jnp.dtype(_PREFIXES[dtype[0]] + dtype[1:])
     )
-    return right and tuple(array.shape) == tuple(eval(one, {}, sizes) for one in dimensions)
+    return right and list(array.shape) == eval(f"[{', '.join(dimensions)}]", {}, sizes)

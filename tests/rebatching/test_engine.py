@@ -75,6 +75,7 @@ def test_stop_strings_end_a_reply(llm):
     stop = whole.text[2:4]
     cut = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True, stop=[stop]))[0]
     assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.stop_string == stop and whole.stop_string is None
 
 
 @pytest.mark.parametrize(

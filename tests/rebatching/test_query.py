@@ -75,7 +75,7 @@ def test_a_new_query_is_empty():
 
 
 def test_a_seed_is_two_words():
-    one = query(1, temperature=0.5, top_k=3, top_p=0.25)
+    one = query(1, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125)
     seeded = Query(
         1,
         [1],
@@ -87,8 +87,8 @@ def test_a_seed_is_two_words():
         tokenizer=None,
     )
     words = seeded.sampling_words
-    assert words[[0, 2]].view(np.float32).tolist() == [0.5, 0.25]
-    assert words[[1, 3, 4]].tolist() == [3, -(2**31), 5]
+    assert words[[0, 2, 3]].view(np.float32).tolist() == [0.5, 0.25, 0.125]
+    assert words[[1, 4, 5]].tolist() == [3, -(2**31), 5]
 
 
 def test_priority_then_suspension_then_arrival():

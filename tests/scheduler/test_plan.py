@@ -61,7 +61,12 @@ def test_the_table_names_every_field_in_order():
         *(("cu_q_lens", (9, "int32")), ("kv_lens", rows), ("page_indices", (8, 5, "int32"))),
         *(("num_rows", (1, "int32")), ("tiles", (11, "int32")), ("num_samples", (1, "int32"))),
         *(("sample_tokens", samples), ("sample_positions", samples), ("temperature", (4, "float32"))),
-        *(("top_k", samples), ("top_p", (4, "float32")), ("seed", (4, 2, "uint32"))),
+        *(
+            ("top_k", samples),
+            ("top_p", (4, "float32")),
+            ("min_p", (4, "float32")),
+            ("seed", (4, 2, "uint32")),
+        ),
         *(("banned_ids", (4, 3, "int32")), ("flags", (4, "int32"))),
     ]
 

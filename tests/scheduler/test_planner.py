@@ -60,6 +60,7 @@ def reference_plan(output, bucket, sample_rows):
         "temperature": [p.temperature for p in params] + [0] * num_pad,
         "top_k": [p.top_k for p in params] + [0] * num_pad,
         "top_p": [p.top_p for p in params] + [1] * num_pad,
+        "min_p": [p.min_p for p in params] + [0] * num_pad,
         "seed": [[r.seed % 2**32, r.seed // 2**32] for r, _, _ in samples] + [[0, 0]] * num_pad,
         "banned_ids": [_banned(request) for request, _, _ in samples] + [[-1] * 3] * num_pad,
         "flags": [
@@ -96,6 +97,7 @@ def requests(draw, number, pages):
         temperature=draw(st.sampled_from((0.0, 0.5))),
         top_k=draw(st.sampled_from((0, 7))),
         top_p=draw(st.sampled_from((1.0, 0.5))),
+        min_p=draw(st.sampled_from((0.0, 0.25))),
         logprobs=draw(st.sampled_from((None, 0, 2))),
     )
     ending_ids = tuple(draw(st.lists(st.integers(0, 99), unique=True, max_size=3)))

@@ -94,7 +94,7 @@ class FakeTurn:
         self._deltas.append(AsyncDelta(text, ids, logprobs))
         self._changed.set()
 
-    def finish(self, reason: FinishReason = "stop", **usage: int) -> None:
+    def finish(self, reason: FinishReason = "stop", *, stop_string: str | None = None, **usage: int) -> None:
         counts = {
             "prompt_tokens": len(self.spec.prompt_token_ids),
             "reused_gpu_tokens": 0,
@@ -112,6 +112,7 @@ class FakeTurn:
             seed=7,
             logprobs=None if self.spec.params.logprobs is None else tuple(self._logprobs),
             prompt_logprobs=prompt_scores(self.spec),
+            stop_string=stop_string,
         )
         self._changed.set()
 
@@ -201,7 +202,7 @@ def sampled(token_ids: Sequence[int]) -> Callable[[FakeTurn], None]:
             reason = reply.accept(token_id, 0.0, none, none)
             turn.feed("".join(reply.pieces[num_pieces:]), (token_id,))
             if reason is not None:
-                turn.finish(reason)
+                turn.finish(reason, stop_string=reply.stop_string)
                 return
 
     return script

@@ -17,7 +17,7 @@ from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.history.store import TurnRecord
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text import ReplyReader, Tokenizer
 from tests.server.fakes import FakeEngine, FakeTurn
 
 FINGERPRINT = "fingerprint"
@@ -128,6 +128,7 @@ class StoredEngine(FakeEngine):
             chain=node.chain,
             usage=output.usage,
             logprobs=output.logprobs,
+            template_input=turn.spec.template_input,
         )
         refused: PensieveError | None = self.store.commit([record], [node.attachment]).get(0)
         if refused is not None:
@@ -138,4 +139,4 @@ class StoredEngine(FakeEngine):
 
 
 def resolving(tokenizer: Tokenizer, reader: HistoryReader) -> Resolver:
-    return Resolver(tokenizer, FINGERPRINT, TurnIndex(HistoryTurns(reader)))
+    return Resolver(tokenizer, FINGERPRINT, TurnIndex(HistoryTurns(reader, ReplyReader(tokenizer))))

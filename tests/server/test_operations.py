@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
@@ -30,6 +31,26 @@ def test_models_have_vllms_format():
     assert ask(harness, "GET", "/v1/models/org/mine") == (200, card)
     status, body = ask(harness, "GET", "/v1/models/other")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_models_have_the_form_of_the_clients_api():
+    async def get(path):
+        headers = {"anthropic-version": "2026-10-21"}
+        _, _, raw = await Harness(ROUTES).open("GET", path, None, headers).whole()
+        return json.loads(raw)
+
+    page = asyncio.run(get("/v1/models"))
+    model = {
+        "type": "model",
+        "id": MODEL,
+        "display_name": MODEL,
+        "created_at": "1970-01-12T13:46:40+00:00",
+        "lifecycle": "active",
+        "max_input_tokens": 4096,
+        "max_tokens": 4096,
+    }
+    assert page == {"data": [model], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    assert asyncio.run(get(f"/v1/models/{MODEL}")) == model
 
 
 def test_text_is_tokenized_and_detokenized():

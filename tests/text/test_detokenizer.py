@@ -321,3 +321,23 @@ def test_stop_strings_with_control_tokens_equal_a_search_in_the_written_text(ids
             return
         assert detokenizer.stop_string is None and text.startswith(out)
     assert out + detokenizer.flush() == text
+
+
+@settings(max_examples=400, deadline=None)
+@given(replies(), st.sets(st.integers(0, 9)))
+def test_shown_control_tokens_are_text_and_others_are_not(reply, chosen):
+    tokenizer, token_ids = reply
+    control_ids = sorted(tokenizer.special_ids)
+    shown = [tokenizer.token_text(control_ids[one]) for one in chosen if one < len(control_ids)]
+    detokenizer = IncrementalDetokenizer(tokenizer, (), shown)
+    text = "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+    known = [one for one in token_ids if tokenizer.token_text(one) is not None]
+    visible = [one for one in known if one not in control_ids or tokenizer.token_text(one) in shown]
+    assert text == tokenizer.decode_raw(visible)
+
+
+def test_a_stop_string_may_have_a_shown_control_token():
+    ids = [*b"a", USER, *b"b", END, *b"c"]
+    detokenizer = IncrementalDetokenizer(ZOO["bytes"], ["b<|end|>"], ["<|user|>", "<|end|>"])
+    assert "".join(map(detokenizer.push, ids)) == "a<|user|>"
+    assert detokenizer.stop_string == "b<|end|>"

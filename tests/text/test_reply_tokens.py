@@ -13,9 +13,9 @@ from tests.text.tokenizer_zoo import ZOO
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, **params):
+def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, shown=(), **params):
     tokenizer = ZOO["bytes"] if with_text else None
-    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer)
+    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer, shown)
 
 
 def accepted(reply, text):
@@ -59,6 +59,7 @@ def test_a_control_token_ends_a_reply_by_its_spelling_as_by_its_id(with_id):
     reply = reply_of(ending_ids=[258]) if with_id else reply_of(stop=["<|user|>"])
     reasons = [reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS) for token_id in (ord("a"), 261, 258)]
     assert (reasons, reply.text) == ([None, None, "stop"], "a")
+    assert reply.stop_string == (None if with_id else "<|user|>")
 
 
 def test_half_a_character_is_shown_only_at_the_end():
@@ -68,7 +69,8 @@ def test_half_a_character_is_shown_only_at_the_end():
 
 
 def test_a_stop_string_that_ends_with_the_last_token_is_the_reason():
-    assert accepted(reply_of(2, stop=["b"]), "ab") == [None, "stop"]
+    reply = reply_of(2, stop=["c", "b"])
+    assert accepted(reply, "ab") == [None, "stop"] and reply.stop_string == "b"
     assert accepted(reply_of(2, ending_ids=[ord("b")]), "ab") == [None, "stop"]
 
 
@@ -95,3 +97,17 @@ def test_alternatives_are_the_requested_ones(logprobs, top):
     reply.accept(8, -1.5, ids, values)
     assert reply.logprobs == [TokenLogprob(8, -1.5, top)]
     assert reply_of().logprobs is None
+
+
+def test_only_shown_control_tokens_are_in_the_text_and_an_ending_one_is_not():
+    tokenizer = ZOO["bytes"]
+    user, end = tokenizer.control_ids(["<|user|>"]), tokenizer.control_ids(["<|end|>"])
+    ids = [*b"a", *user, *end, *b"b", *user]
+    for shown, text in (((), "ab"), (("<|user|>", "no token"), "a<|user|>b<|user|>")):
+        reply = reply_of(ending_ids=(), shown=shown)
+        for token_id in ids:
+            reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS)
+        assert reply.text == text
+    reply = reply_of(ending_ids=tuple(user), shown=["<|user|>"])
+    assert reply.accept(min(user), -1.0, NO_IDS, NO_LOGPROBS) == "stop"
+    assert reply.text == ""

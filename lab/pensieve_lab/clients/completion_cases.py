@@ -110,12 +110,10 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "structured output, penalties, logit bias, audio, reasoning effort", is_refusal=True)
+@case(CHATS, "structured output, audio, reasoning effort", is_refusal=True)
 async def refused_parameters(client: Any) -> None:
     for name, value in (
         ("response_format", {"type": "json_object"}),
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {"5": 1}),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),
     ):

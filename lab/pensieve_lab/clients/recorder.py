@@ -73,11 +73,11 @@ class Recorder(ThreadingHTTPServer):
         """URL to which clients connect."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def wait_for_all(self) -> None:
+    def wait_for_all(self, timeout_s: float = _TIMEOUT_S) -> None:
         """Wait until all exchanges are recorded; a client may have its last byte before that."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._num_open, _TIMEOUT_S):
-                raise TimeoutError(f"{self._num_open} exchanges have not ended after {_TIMEOUT_S:g} s")
+            if not self._changed.wait_for(lambda: not self._num_open, timeout_s):
+                raise TimeoutError(f"{self._num_open} exchanges have not ended after {timeout_s:g} s")
 
     @contextmanager
     def open_exchange(self) -> Iterator[None]:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-PARTS = ("finish", "users", "complete", "schedule", "copies", "plan", "dispatch")
+PARTS = ("finish", "users", "complete", "schedule", "copies", "plan", "masks", "dispatch")
 """Parts of the host's work for a step in order, from the ids of an earlier step on: give ids to turns and
 settle those that end; users; completed copies; the scheduler; starting copies; the plan with its tiles; the
-launch with the copies that start with it."""
+masks of rows whose choice waits for ids; the launches with the copies that start with them."""
 WAIT, IDLE = "wait", "idle"  # waiting for ids; waiting for a turn
 MAX_MS = 32  # last bin of the histogram, which includes longer steps
 

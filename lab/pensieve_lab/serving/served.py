@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from pensieve_jax import PensieveError
 
-_LAUNCHER = "from pensieve_jax.commands.main import main; main()"
+SERVE: Final = ("-c", "from pensieve_jax.commands.main import main; main()", "serve")
+"""Arguments of the interpreter that run `pensieve serve`."""
 _ADDRESS = re.compile(r"http://(?P<host>[^:/]+):(?P<port>\d+)")
 _DRAIN_S = 1  # the results of turns that still run at the end are not needed
 _STOP_S = 60.0
@@ -32,9 +33,9 @@ class ServedProcess:
       host, port: address that it listens on.
     """
 
-    def __init__(self, flags: Sequence[str]) -> None:
-        """Start the server on a free port and wait until it is ready; raises ServerEndedError."""
-        command = [sys.executable, "-c", _LAUNCHER, "serve", "--port=0", f"--drain_s={_DRAIN_S}", *flags]
+    def __init__(self, flags: Sequence[str], launcher: Sequence[str] = SERVE) -> None:
+        """Start `launcher` on a free port and wait until it is ready; raises ServerEndedError."""
+        command = [sys.executable, *launcher, "--port=0", f"--drain_s={_DRAIN_S}", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             self.host, self.port = self._wait()

@@ -26,8 +26,8 @@ _READY_S = 1e-4  # a shorter fetch found its ids on the host already
 class TimedRunner:
     """Wrapper that forwards to `runner` and records times.
 
-    A step's time is that of `StepLog`, from the start of its dispatch. While steps follow one another, the
-    host works from a fetch to the next dispatch, concurrently with the step dispatched before.
+    A step's time is that of `StepLog`, from its launch. While steps follow one another, the host works from a
+    fetch to the next choice, concurrently with the step launched before. A dispatch is a launch and a choice.
 
     Attributes:
       layouts, transfers: the runner's.
@@ -52,11 +52,13 @@ class TimedRunner:
         self.num_host_steps = self.num_late_steps = 0
         self.inner = runner
         self._recorded: list[StepPlan] | None = None
+        self._follows = False  # whether the last launch followed a fetch while a step was in flight
+        self._counted_s = 0.0
         self._timer = timer
 
     @contextlib.contextmanager
     def recording(self, plans: list[StepPlan]) -> Iterator[None]:
-        """Append every plan that is dispatched within the context to `plans`."""
+        """Append every plan that is launched within the context to `plans`."""
         self._recorded = plans
         try:
             yield
@@ -70,7 +72,7 @@ class TimedRunner:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a dispatched step was not fetched yet."""
+        """Whether a launched step was not fetched yet."""
         return self._steps.first_begun_s is not None
 
     @property
@@ -83,24 +85,32 @@ class TimedRunner:
     def warm_up(self, progress: Progress | None = None) -> None:
         self.inner.warm_up(progress)
 
-    def dispatch(self, plan: StepPlan) -> Any:
+    def launch(self, plan: StepPlan) -> Any:
         self.parts.lap("plan")
         if self._recorded is not None:
             self._recorded.append(plan)
         begun_s = self._timer()
-        handle = self.inner.dispatch(plan)
+        handle = self.inner.launch(plan)
         now_s = self._timer()
         self.dispatch_s += now_s - begun_s
         first_begun_s, fetched_s = self._steps.first_begun_s, self._steps.fetched_s
-        follows = first_begun_s is not None and fetched_s > first_begun_s
-        if follows:
-            self.host_s += now_s - fetched_s
-            self.num_host_steps += 1
+        self._follows = first_begun_s is not None and fetched_s > first_begun_s
+        self._count_host(now_s)
         self.parts.work |= _work(plan)
         self.parts.lap("dispatch")
-        self.parts.launched(follows=follows)
         self._steps.launch(plan.layout.num_tokens, int(plan.cu_q_lens[-1]), begun_s)
         return handle
+
+    def choose(self, handle: Any, words: np.ndarray | None) -> None:
+        self.parts.lap("masks")
+        begun_s = self._timer()
+        self.inner.choose(handle, words)
+        now_s = self._timer()
+        self.dispatch_s += now_s - begun_s
+        self._count_host(now_s)
+        self.num_host_steps += self._follows
+        self.parts.lap("dispatch")
+        self.parts.launched(follows=self._follows)
 
     def fetch(self, handle: Any) -> StepResult:
         self.parts.lap("finish")  # empty if it follows a launch directly
@@ -112,6 +122,12 @@ class TimedRunner:
         self.num_late_steps += now_s - asked_s < _READY_S
         self.parts.lap(WAIT)
         return result
+
+    def _count_host(self, now_s: float) -> None:
+        """Add the host's time since the last fetch, launch or choice, if a step was in flight."""
+        if self._follows:
+            self.host_s += now_s - max(self._steps.fetched_s, self._counted_s)
+        self._counted_s = now_s
 
     def reset(self) -> None:
         self._steps.forget()

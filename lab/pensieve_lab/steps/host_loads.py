@@ -95,10 +95,10 @@ class HostLoad:
         end_s, runner = time.thread_time(), self.runner
         self._turns.difference_update(ended)
         times = Times(
-            1e3 * (runner.dispatch_s - start_s),
-            1e3 * (runner.dispatch_wall_s - start_wall_s),
+            1e3 * (runner.launch_s - start_s),
+            1e3 * (runner.launch_wall_s - start_wall_s),
             1e3 * runner.tiles_s,
-            1e3 * (end_s - runner.dispatch_s),
+            1e3 * (end_s - runner.launch_s),
             int((after := self.engine.stats())["num_running"]),
             int(after["num_dropped_chunks"] - before["num_dropped_chunks"]),
             int(sum(after[name] - before[name] for name in _COPIES)),

@@ -68,7 +68,7 @@ class NullRunner:
     Attributes:
       layouts: layouts that the real runner makes for this model.
       transfers: transfers that complete at once.
-      dispatch_s, dispatch_wall_s: time of the last dispatch, as CPU time and by the wall clock.
+      launch_s, launch_wall_s: time of the last launch, as CPU time and by the wall clock.
       tiles_s: CPU time of its tile list.
       num_rows, num_tokens: size of the last step.
     """
@@ -95,7 +95,7 @@ class NullRunner:
         self._transfers = NullTransfers()
         self.transfers: Transfers = self._transfers
         self.num_compilations = 0
-        self.dispatch_s = self.dispatch_wall_s = self.tiles_s = 0.0
+        self.launch_s = self.launch_wall_s = self.tiles_s = 0.0
         self.num_rows = self.num_tokens = 0
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -116,11 +116,14 @@ class NullRunner:
         build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
         self.tiles_s = time.thread_time() - start_s
 
-    def dispatch(self, plan: StepPlan) -> int:
+    def launch(self, plan: StepPlan) -> int:
         """Record the time and size of the step."""
-        self.dispatch_s, self.dispatch_wall_s = time.thread_time(), time.perf_counter()
+        self.launch_s, self.launch_wall_s = time.thread_time(), time.perf_counter()
         self.num_rows, self.num_tokens = int(plan.num_rows[0]), int(plan.cu_q_lens[-1])
         return plan.layout.max_num_samples
+
+    def choose(self, handle: int, words: np.ndarray | None) -> None:
+        """Do nothing: the ids are made up."""
 
     def fetch(self, handle: int) -> StepResult:
         """Return made-up ids and log probabilities."""

@@ -75,6 +75,7 @@ class TimedRunner(FakeRunner):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, MAX_CONTEXT_TOKENS)
         self.timeline = Timeline()
+        self.end_s: dict[Any, float] = {}
         timing = SimulatedTransfers(
             PROFILE,
             self.timeline,
@@ -88,17 +89,17 @@ class TimedRunner(FakeRunner):
     def submit(self) -> None:
         self.device.submit()
 
-    def dispatch(self, plan: StepPlan) -> Any:
-        result, load = super().dispatch(plan), StepLoad()
+    def launch(self, plan: StepPlan) -> Any:
+        handle, load = super().launch(plan), StepLoad()
         ends = plan.cu_q_lens.tolist()
         for row in range(int(plan.num_rows[0])):
             load.add(ends[row + 1] - ends[row], int(plan.kv_lens[row]))
-        return result, self.device.dispatch(load)
+        self.end_s[handle] = self.device.dispatch(load)
+        return handle
 
     def fetch(self, handle: Any) -> StepResult:
-        result, end_s = handle
-        self.device.fetch(end_s)
-        return result
+        self.device.fetch(self.end_s.pop(handle))
+        return super().fetch(handle)
 
 
 class EngineServer:

@@ -42,6 +42,7 @@ def logits_spec(vocab_size: int, mesh: Mesh) -> PartitionSpec:
 )
 def choose(
     logits: jax.Array,
+    scores: jax.Array,
     rows: SamplingRows[jax.Array],
     words: jax.Array | None = None,
     *,
@@ -54,7 +55,8 @@ def choose(
     """Sample, and pack what the host reads.
 
     Args:
-      logits: f32[S, V].
+      logits: f32[S, V] of the model.
+      scores: f32[S, V] that the choice uses; the same array if no row of the step adjusts its logits.
       rows: how to sample each row.
       words: words of the devices that exchange sums, or None; see `ExchangeMemory.words`.
       mode: what to compute.
@@ -68,11 +70,14 @@ def choose(
       i32[S * (2 + 2 * num_top) + 1], whose last word is nonzero if a device lost another.
     """
     if split_over is not None and not mode.truncates:
-        samples = sample_split(logits, rows, mode=mode, num_top=num_top, mesh=split_over)
+        samples = sample_split(logits, scores, rows, mode=mode, num_top=num_top, mesh=split_over)
     else:
         if split_over is not None:
-            logits = constrain(logits, split_over)  # gather once, so that the search has whole rows
-        samples = sampler.sample(logits, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend)
+            # Gather here, so that the search has whole rows.
+            logits, scores = constrain(logits, split_over), constrain(scores, split_over)
+        samples = sampler.sample(
+            logits, scores, rows, mode=mode, num_top=num_top, cutoff_backend=cutoff_backend
+        )
     parts = [jnp.ravel(lax.bitcast_convert_type(part, jnp.int32)) for part in samples]
     lost = jnp.zeros(1, jnp.int32) if words is None else words[:, 0].max(keepdims=True)
     next_ids = jnp.pad(samples.token_ids, (0, max_num_samples - samples.token_ids.shape[0]))

@@ -1,9 +1,9 @@
 """Sampling on the device: from logits to token ids.
 
-Owns: greedy and random choice, the top-k and top-p cuts, banned ids and log-probabilities; and the set of ids
-that are possible choices under rounding. A row's id depends only on (seed, absolute position, logits). It
-does not depend on the batch, the row's index in it, padding, or sharding of the vocabulary, for two reasons.
-The noise is a counter-based hash of (seed, position, token id), implemented here because the bits of
+Owns: greedy and random choice, the min-p, top-k and top-p cuts, banned ids and log-probabilities; and the set
+of ids that are possible choices under rounding. A row's id depends only on (seed, absolute position, scores).
+It does not depend on the batch, the row's index in it, padding, or sharding of the vocabulary, for two
+reasons. The noise is a counter-based hash of (seed, position, token id), implemented here because the bits of
 `jax.random` depend on global flags. The top-k and top-p cuts are found by integer sums, which do not depend
 on the order of additions.
 Does not know: requests, plans, models or the KV cache; nor how a cutoff is found (`sampling_cutoffs`).
@@ -61,6 +61,7 @@ def mode_for(draws: bool, truncates: bool, top_logprobs: bool) -> SamplerMode:
 
 def sample(
     logits: jax.Array,
+    scores: jax.Array,
     rows: SamplingRows[jax.Array],
     *,
     mode: SamplerMode,
@@ -69,18 +70,21 @@ def sample(
 ) -> Samples:
     """Choose one id per row.
 
-    Cuts apply in this order: banned ids, temperature, top-k, then top-p over what top-k left. Ids that tie
-    with the last one kept by a cut are kept as well, and the most likely id is always kept.
+    Cuts apply in this order: banned ids, temperature, min-p, top-k, then top-p over what top-k left. Ids that
+    tie with the last one kept by a cut are kept as well, and the most likely id is always kept.
 
     Args:
-      logits: f32[S, V], V at most 2**19; may be sharded over the vocabulary.
+      logits: f32[S, V] of the model, V at most 2**19; may be sharded over the vocabulary. Log-probabilities
+        and the most likely ids are theirs.
+      scores: f32[S, V], the logits after penalties, biases and masks, which the choice uses; the same array
+        if no row has any.
       rows: how to sample each row.
       mode: what to compute; it must cover what `rows` need.
       num_top: K, the number of most likely ids to return; at most V.
       cutoff_backend: name of the back end in `sampling_cutoffs` that finds the cuts; all give the same bits.
     """
     token_ids = jnp.argmax(
-        decision_scores(logits, rows, mode=mode, cutoff_backend=cutoff_backend), axis=-1
+        decision_scores(scores, rows, mode=mode, cutoff_backend=cutoff_backend), axis=-1
     ).astype(jnp.int32)
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     # A masked sum instead of a gather: it stays local where the vocabulary is sharded.
@@ -96,70 +100,83 @@ def sample(
 
 
 def decision_scores(
-    logits: jax.Array,
+    scores: jax.Array,
     rows: SamplingRows[jax.Array],
     *,
     mode: SamplerMode,
     cutoff_backend: str = "xla",
     part: VocabularyPart = WHOLE,
 ) -> jax.Array:
-    """Return scores f32[S, V]; each row's id is the first maximum. Arguments are those of `sample`.
+    """Return decision scores f32[S, V]; each row's id is the first maximum. Arguments are those of `sample`.
 
-    The scores of a greedy row are its logits. The scores of a random row are its logits, shifted to a maximum
-    of 0 and divided by the temperature, plus noise. Banned and cut ids have -inf. With a `part` of the
-    vocabulary, its ids get the same scores as with the whole one; cuts need whole rows.
+    Those of a greedy row are its `scores`. Those of a random row are its `scores`, shifted to a maximum of 0
+    and divided by the temperature, plus noise. Banned and cut ids have -inf. With a `part` of the vocabulary,
+    its ids get the same result as with the whole one; cuts need whole rows.
     """
-    allowed = _allowed(logits, rows, part)
+    allowed = _allowed(scores, rows, part)
     if not mode.draws:
         return allowed
-    scores = _scaled(allowed, rows, part)
+    scaled = _likely(_scaled(allowed, rows, part), rows)
     if mode.truncates:
         assert part is WHOLE
-        scores = _truncate(scores, *_cuts(rows), cutoff_backend)
-    return _with_noise(scores, allowed, rows, part)
+        scaled = _truncate(scaled, *_cuts(rows), cutoff_backend)
+    return _with_noise(scaled, allowed, rows, part)
 
 
 def possible_choices(
-    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, margin: jax.Array
+    scores: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, margin: jax.Array
 ) -> jax.Array:
-    """Return bool[S, V]: ids that a row may choose if differences of logits are off by up to `margin`.
+    """Return bool[S, V]: ids that a row may choose if differences of scores are off by up to `margin`.
 
-    For callers whose logits are rounded differently from those that the choice used. An id is possible if it
+    For callers whose scores are rounded differently from those that the choice used. An id is possible if it
     may survive the cuts, and if no certain survivor is better by more than the margin. Of the ids within the
     margin of the last certain survivor, at least one survives as well. Relative to each other, masses are off
     by up to a factor of e**(margin / temperature), and so are the odds p / (1 - p) at which top-p cuts.
     Masses are whole units, so the smallest ones may be off by more.
 
     Args:
-      logits: finite, or -inf; otherwise as in `sample`.
+      scores: finite, or -inf; otherwise as in `sample`.
       rows: as in `sample`.
       mode: as in `sample`.
       margin: f32[].
     """
-    allowed = _allowed(logits, rows, WHOLE)
+    allowed = _allowed(scores, rows, WHOLE)
     may_stay = allowed > -jnp.inf
     if not mode.draws:
         return may_stay & (allowed >= allowed.max(axis=-1, keepdims=True) - margin)
     off = jnp.where(rows.temperature > 0, margin / _divisors(rows), margin)[:, None]
-    scores = _scaled(allowed, rows, WHOLE)
-    noised = _with_noise(scores, allowed, rows, WHOLE)
-    if not mode.truncates:
-        return may_stay & (noised >= noised.max(axis=-1, keepdims=True) - off)
-    least, last_sure = _outermost_cuts(scores, rows, off)
-    may_stay &= ~(scores < least)
-    reached = jnp.where(~(scores < last_sure + off), noised, -jnp.inf).max(axis=-1, keepdims=True)
-    # Of the ids within the margin of the last certain survivor, the one with the highest true score survives.
-    # Rounding hides which one that is, so use the lowest noised score among them.
-    is_around = jnp.abs(scores - last_sure) <= off
-    worst_around = jnp.where(is_around, noised, jnp.inf).min(axis=-1, keepdims=True)
-    reached = jnp.maximum(reached, jnp.where(worst_around < jnp.inf, worst_around, -jnp.inf))
+    scaled = _scaled(allowed, rows, WHOLE)
+    noised = _with_noise(scaled, allowed, rows, WHOLE)
+    draws = rows.temperature[:, None] > 0
+    edge = jnp.where(draws, _least_likely(rows), -jnp.inf)
+    may_stay &= ~(scaled < edge - off)
+    is_sure = ~(scaled < edge + off)
+    # Of the ids within the margin of the best, the one with the highest true score survives. Rounding hides
+    # which one that is, so use the lowest noised score among them.
+    reached = _lowest_of(scaled >= -off, noised)
+    if mode.truncates:
+        least, last_sure = _outermost_cuts(scaled, rows, off, edge)
+        may_stay &= ~(scaled < least)
+        is_sure &= ~(scaled < last_sure + off)
+        # The same holds around the last certain survivor of the other cuts, if min-p keeps all of these ids.
+        around = _lowest_of(jnp.abs(scaled - last_sure) <= off, noised)
+        reached = jnp.maximum(reached, jnp.where(last_sure - off >= edge + off, around, -jnp.inf))
+    reached = jnp.maximum(reached, jnp.where(is_sure, noised, -jnp.inf).max(axis=-1, keepdims=True))
     return may_stay & (noised >= reached - off)
 
 
+def _lowest_of(chosen: jax.Array, values: jax.Array) -> jax.Array:
+    """Return the lowest of the chosen values of each row, f32[S, 1]; -inf for a row without any."""
+    lowest = jnp.where(chosen, values, jnp.inf).min(axis=-1, keepdims=True)
+    return jnp.where(lowest < jnp.inf, lowest, -jnp.inf)
+
+
 def _outermost_cuts(
-    scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array
+    scores: jax.Array, rows: SamplingRows[jax.Array], off: jax.Array, edge: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loosest and the tightest cut if scores are off by up to `off`; NaN if nothing is cut.
+
+    `edge` is the lowest score that min-p keeps. Top-p applies to what min-p leaves, top-k is not affected.
 
     Returns:
       Two f32[S, 1]: the lowest score that may be kept, less its own error; and the score of the last id that
@@ -172,6 +189,8 @@ def _outermost_cuts(
     most, fewest = ~(scores < by_count - off), ~(scores < by_count)
     has_ties = (top_k[:, None] > 0) & (fewest.sum(axis=-1, keepdims=True) > top_k[:, None])
     fewest &= ~(has_ties & (scores == by_count))
+    most &= ~(scores < edge - off)
+    fewest &= ~(scores < jnp.minimum(edge + off, 0.0))
     odds = jnp.exp(jnp.minimum(off[:, 0], _MAX_SCORE_ERROR))
     no_top_k = jnp.zeros_like(top_k)
     loose, tight = (
@@ -183,10 +202,10 @@ def _outermost_cuts(
     return jnp.fmax(loose, by_count) - off, jnp.fmax(tight, by_count)
 
 
-def _allowed(logits: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
-    """Return the logits, with -inf for banned ids."""
-    token_iota = part.first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    allowed = logits
+def _allowed(scores: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
+    """Return the scores, with -inf for banned ids."""
+    token_iota = part.first_id + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    allowed = scores
     for slot in range(rows.banned_ids.shape[1]):  # elementwise, hence fused and local to a vocabulary shard
         allowed = jnp.where(token_iota == rows.banned_ids[:, slot, None], -jnp.inf, allowed)
     return allowed
@@ -198,12 +217,26 @@ def _divisors(rows: SamplingRows[jax.Array]) -> jax.Array:
 
 
 def _scaled(allowed: jax.Array, rows: SamplingRows[jax.Array], part: VocabularyPart) -> jax.Array:
-    """Return logits divided by temperatures, shifted so that a row's maximum is 0."""
+    """Return scores divided by temperatures, shifted so that a row's maximum is 0."""
     # Subtract the maximum first, so that a tiny temperature gives 0 and -inf, never inf - inf.
     best = allowed.max(axis=-1, keepdims=True)
     if part.axis is not None:
         best = lax.pmax(best, part.axis)
     return (allowed - best) / _divisors(rows)[:, None]
+
+
+def _likely(scaled: jax.Array, rows: SamplingRows[jax.Array]) -> jax.Array:
+    """Return `scaled` scores (the best of a row is 0) with -inf for ids that min-p cuts."""
+    return jnp.where(scaled < _least_likely(rows), -jnp.inf, scaled)
+
+
+def _least_likely(rows: SamplingRows[jax.Array]) -> jax.Array:
+    """Return the lowest scaled score that min-p keeps, f32[S, 1]; -inf if it is off.
+
+    An id is at least `min_p` times as likely as the most likely one, whose score is 0, if its score is at
+    least ln(`min_p`). So this cut needs neither a search nor the normalizer.
+    """
+    return jnp.log(rows.min_p)[:, None]
 
 
 def _with_noise(

@@ -26,32 +26,38 @@ from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 
 def sample_split(
-    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int, mesh: Mesh
+    logits: jax.Array,
+    scores: jax.Array,
+    rows: SamplingRows[jax.Array],
+    *,
+    mode: SamplerMode,
+    num_top: int,
+    mesh: Mesh,
 ) -> Samples:
     """Return what `sampler.sample` returns, for f32[S, V] split over `mesh`; the mode must not truncate."""
     assert not mode.truncates
     shard = jax.shard_map(
         functools.partial(_sample_part, mode=mode, num_top=num_top),
         mesh=mesh,
-        in_specs=(PartitionSpec(None, TENSOR_AXIS), PartitionSpec()),
+        in_specs=(PartitionSpec(None, TENSOR_AXIS), PartitionSpec(None, TENSOR_AXIS), PartitionSpec()),
         out_specs=PartitionSpec(),
         check_vma=False,  # all devices compute the same result from the same words
     )
-    samples: Samples = shard(logits, rows)
+    samples: Samples = shard(logits, scores, rows)
     return samples
 
 
 def _sample_part(
-    logits: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int
+    logits: jax.Array, scores: jax.Array, rows: SamplingRows[jax.Array], *, mode: SamplerMode, num_top: int
 ) -> Samples:
     num_rows, width = logits.shape
     first_id = lax.axis_index(TENSOR_AXIS) * width
-    scores = decision_scores(logits, rows, mode=mode, part=VocabularyPart(first_id, TENSOR_AXIS))
-    place = jnp.argmax(scores, axis=-1)
+    decisive = decision_scores(scores, rows, mode=mode, part=VocabularyPart(first_id, TENSOR_AXIS))
+    place = jnp.argmax(decisive, axis=-1)
     highest = logits.max(axis=-1)
     shift = jnp.where(highest > -jnp.inf, highest, 0.0)  # all ids of a part may be impossible
     floats = [
-        jnp.take_along_axis(scores, place[:, None], axis=1),
+        jnp.take_along_axis(decisive, place[:, None], axis=1),
         jnp.take_along_axis(logits, place[:, None], axis=1),
         highest[:, None],
         jnp.exp(logits - shift[:, None]).sum(axis=-1, keepdims=True),

@@ -167,7 +167,7 @@ class ProgramSet:
             "max_num_samples": width,
             "cutoff_backend": self._cutoff_backend,
         }
-        return Program(choose, (logits, rows), statics)
+        return Program(choose, (logits, logits, rows), statics)
 
     def _tile_spec(self, one: PrefillShape, backend: str) -> TileSpec:
         model, num_shards = self._storage.model, self._storage.mesh.devices.size

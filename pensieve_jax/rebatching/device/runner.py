@@ -291,7 +291,7 @@ class DeviceRunner:
 
     def _sample(self, scores: Any, sampler_mode: SamplerMode) -> tuple[jax.Array, jax.Array]:
         """Sample; return the ids for the next step, and the packed result on its way to the host."""
-        ids, result = self.programs.choose[sampler_mode](*scores)
+        ids, result = self.programs.choose[sampler_mode](scores.logits, *scores)
         if self._device.platform != "cpu":  # a CPU's results are read in place
             result.copy_to_host_async()
         return ids, result

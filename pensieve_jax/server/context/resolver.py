@@ -13,6 +13,8 @@ The new turn keeps the tokens of its path as far as the chat template still writ
 string at the end of a reply, which the client never received, is not among them. A turn of text, such as a
 completion, has no messages, so all its tokens stay. Without a match the whole context is the first turn of a
 new tree; the engine may still find its first chunks in other sequences of the owner.
+
+A prefill is the beginning of a reply, not a message: the reply of its turn is the prefill and the text.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Final, Literal, NamedTuple
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import (
     RootFor,
     TurnNode,
@@ -36,11 +39,17 @@ from pensieve_jax.core.turn_node import (
     turn_id_under,
 )
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.server.context.hashes import canonical_text, chains_of, root_chain
+from pensieve_jax.server.context.hashes import chains_of, root_chain
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text import ReplyReader, Tokenizer
 from pensieve_jax.text.chat import ChatFormat, EarlierTurn
-from pensieve_jax.text.messages import Message, check_messages
+from pensieve_jax.text.messages import (
+    Message,
+    call_ids,
+    check_messages,
+    check_results,
+    num_characters,
+)
 
 MatchKind = Literal["id", "message", "chunk", "none"]
 
@@ -65,6 +74,7 @@ class ResolvedContext:
     Attributes:
       messages: the new messages of this turn.
       prompt_token_ids: ids after the first `keep` tokens of the path to `parent`.
+      template_input: what the prompt was rendered from beside the messages.
       keep: number of tokens of that path that stay in the context; 0 without a parent.
       parent: the turn that it continues from; None begins a new tree.
       by_id: whether the client named the parent, instead of the resolver finding it by messages.
@@ -82,6 +92,8 @@ class ResolvedContext:
     missed_tokens: int
     epoch: int
     index: TurnIndex
+    replies: ReplyReader
+    template_input: TemplateInput = NO_INPUT
 
     @property
     def num_context_tokens(self) -> int:
@@ -91,7 +103,14 @@ class ResolvedContext:
     def spec(self, params: SamplingParams, attachment: object = None) -> TurnSpec:
         """Return the turn to submit to the engine, which commits `attachment` with it."""
         node = self.node if attachment is None else replace(self.node, attachment=attachment)
-        return TurnSpec(self.prompt_token_ids, params, messages=self.messages, node=node, keep=self.keep)
+        return TurnSpec(
+            self.prompt_token_ids,
+            params,
+            messages=self.messages,
+            node=node,
+            keep=self.keep,
+            template_input=self.template_input,
+        )
 
     def again(self, turn_id: str | None = None) -> ResolvedContext:
         """Return the same turn under another id, for several replies to one context or for a second run.
@@ -118,11 +137,18 @@ class ResolvedContext:
             messages=self.messages,
             prompt_token_ids=self.prompt_token_ids,
             output_token_ids=output.token_ids,
-            output_text=output.text,
+            reply=self.reply(output),
             durable=self.node.durable,
+            template_input=self.template_input,
         )
         self.index.add(turn, self.epoch)
         return turn
+
+    def reply(self, output: Output) -> Message:
+        """Return the reply of the finished turn as a message."""
+        return self.replies.message(
+            output.text, output.token_ids, self.template_input, turn=self.node.turn_id
+        )
 
 
 class Past(NamedTuple):
@@ -152,6 +178,7 @@ class _NewTurn:
     durable: bool
     epoch: int
     token_limit: int | None
+    template_input: TemplateInput
     beginning: bytes = b""
 
 
@@ -189,6 +216,7 @@ class Resolver:
         self._index = index
         self._template = None if tokenizer is None else tokenizer.chat_template
         self._format: ChatFormat | None = None
+        self._replies = ReplyReader(tokenizer)
 
     @property
     def index(self) -> TurnIndex:
@@ -204,33 +232,39 @@ class Resolver:
         durable: bool,
         memory: Memory = Memory.ALL,
         token_limit: int | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> ResolvedContext:
         """Return the new turn after the longest known prefix of `messages`.
 
         Args:
           owner: the key owner; only this owner's turns can match.
-          messages: the whole context, with `role` and `content` only.
+          messages: the whole context, of well-formed messages.
           epoch: the engine's `EngineService.epoch`.
           durable: whether to store the new turn; its parent must then be in the history.
           memory: the turns that may be the parent.
           token_limit: maximum number of context tokens; see `Tokenizer.encode`.
+          template_input: what the template gets beside the messages.
 
-        Raises InvalidRequestError for malformed messages, ChatTemplateError, ContextLengthError.
+        Raises InvalidRequestError for malformed messages and a tool message that answers no call,
+        ChatTemplateError, ContextLengthError.
         """
         self._chat_format()  # rejects a model without a chat template before anything else
         self._index.see_epoch(epoch)
         if not messages:
             check_messages(messages)
         messages = self.with_known_roles(messages)
-        chains = chains_of(root_chain(owner, self._fingerprint, self._template), messages)
+        check_results(messages)
+        chains = chains_of(self._root(owner, template_input), messages)
         beginning = b"" if durable or not self._is_routed else chains[_first_user_position(messages)]
-        new = _NewTurn(owner, chains[-1], durable, epoch, token_limit, beginning)
+        new = _NewTurn(owner, chains[-1], durable, epoch, token_limit, template_input, beginning)
         if memory is not Memory.NONE:
             only_durable = durable or memory is Memory.DURABLE
             known = self._known_beginnings(owner, messages, chains, only_durable)
             for cut, parent in itertools.islice(known, _MAX_TRIES):
                 with contextlib.suppress(UnknownTurnError):
-                    return self._behind(new, parent, messages[cut + 1 :], by_id=False)
+                    path = self._index.path(parent)
+                    rest = _with_ids_of(parent.reply, messages[cut], messages[cut + 1 :])
+                    return self._behind(new, path, rest, by_id=False)
                 self._index.forget(parent.owner, parent.turn_id)
         return self._new_tree(new, check_messages(messages))
 
@@ -243,6 +277,7 @@ class Resolver:
         epoch: int,
         durable: bool,
         token_limit: int | None = None,
+        template_input: TemplateInput = NO_INPUT,
     ) -> ResolvedContext:
         """Return the new turn of `messages` after the turn `turn_id`.
 
@@ -254,19 +289,19 @@ class Resolver:
         parent = self._index.turn(owner, turn_id)
         if durable and not parent.durable:
             raise UnknownTurnError(turn_id)
-        new = _NewTurn(owner, chains_of(parent.chain, new_messages)[-1], durable, epoch, token_limit)
-        return self._behind(new, parent, new_messages, by_id=True)
+        path = self._index.path(parent)
+        past = _messages_of(path)
+        check_results(new_messages, call_ids(past.messages))
+        chain = parent.chain
+        if past.text_turn is None and not _have_same_root(parent.template_input, template_input):
+            chain = chains_of(self._root(owner, template_input), past.messages)[-1]
+        chain = chains_of(chain, new_messages)[-1]
+        new = _NewTurn(owner, chain, durable, epoch, token_limit, template_input)
+        return self._behind(new, path, new_messages, by_id=True)
 
     def past(self, owner: str, turn_id: str) -> Past:
         """Return what the path to a turn contains; raise UnknownTurnError."""
-        text_turn: PastTurn | None = None
-        messages: list[Message] = []
-        for turn in self._index.path(self._index.turn(owner, turn_id)):
-            if turn.messages is None:
-                text_turn, messages = turn, []
-            else:
-                messages += [*turn.messages, {"role": "assistant", "content": turn.output_text or ""}]
-        return Past(text_turn, messages)
+        return _messages_of(self._index.path(self._index.turn(owner, turn_id)))
 
     def with_known_roles(self, messages: Sequence[Message]) -> list[Message]:
         """Replace the role `developer` by `system` if the template does not know developers."""
@@ -279,6 +314,9 @@ class Resolver:
 
     # Private methods
 
+    def _root(self, owner: str, template_input: TemplateInput) -> bytes:
+        return root_chain(owner, self._fingerprint, self._template, template_input)
+
     def _known_beginnings(
         self, owner: str, messages: Sequence[Message], chains: Sequence[bytes], only_durable: bool
     ) -> Iterator[tuple[int, PastTurn]]:
@@ -290,7 +328,7 @@ class Resolver:
                 parent = self._index.find(
                     owner,
                     chains[cut - 1],
-                    canonical_text(messages[cut]["content"]),
+                    messages[cut],
                     durable=only_durable,
                     asks_source=num_replies <= _MAX_LOOK_UPS,
                 )
@@ -298,26 +336,32 @@ class Resolver:
                     yield cut, parent
 
     def _behind(
-        self, new: _NewTurn, parent: PastTurn, messages: Sequence[Message], *, by_id: bool
+        self, new: _NewTurn, path: Sequence[PastTurn], messages: Sequence[Message], *, by_id: bool
     ) -> ResolvedContext:
-        """Return a new turn after `parent`; raise UnknownTurnError if its path is gone."""
+        """Return a new turn after the last one of `path`."""
         earlier: list[EarlierTurn] = []
         token_ids: list[int] = []
-        for turn in self._index.path(parent):
+        for turn in path:
             num_own = len(turn.prompt_token_ids) + len(turn.output_token_ids)
             del token_ids[turn.num_tokens - num_own :]
             token_ids += turn.prompt_token_ids
             token_ids += turn.output_token_ids
             earlier.append(
-                EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, turn.num_tokens)
+                EarlierTurn(turn.messages, None, turn.output_token_ids, turn.num_tokens, turn.reply)
             )
         keep, prompt = self._chat_format().turn_prompt(
-            earlier, token_ids, messages, token_limit=new.token_limit
+            earlier,
+            token_ids,
+            messages,
+            template_input=new.template_input,
+            token_limit=new.token_limit,
         )
-        return self._resolved(new, parent, messages, prompt, keep=keep, by_id=by_id)
+        return self._resolved(new, path[-1], messages, prompt, keep=keep, by_id=by_id)
 
     def _new_tree(self, new: _NewTurn, messages: Sequence[Message]) -> ResolvedContext:
-        token_ids = self._chat_format().token_ids(messages, token_limit=new.token_limit)
+        token_ids = self._chat_format().token_ids(
+            messages, template_input=new.template_input, token_limit=new.token_limit
+        )
         return self._resolved(new, None, messages, token_ids, keep=0, by_id=False)
 
     def _resolved(
@@ -354,12 +398,43 @@ class Resolver:
             missed_tokens=_missed_tokens(messages, len(token_ids)),
             epoch=new.epoch,
             index=self._index,
+            replies=self._replies,
+            template_input=new.template_input,
         )
 
     def _chat_format(self) -> ChatFormat:
         if self._format is None:
             self._format = ChatFormat(self._tokenizer)
         return self._format
+
+
+def _messages_of(path: Sequence[PastTurn]) -> Past:
+    text_turn: PastTurn | None = None
+    messages: list[Message] = []
+    for turn in path:
+        if turn.messages is None:
+            text_turn, messages = turn, []
+        else:
+            messages += [*turn.messages, turn.reply]
+    return Past(text_turn, messages)
+
+
+def _have_same_root(one: TemplateInput, other: TemplateInput) -> bool:
+    return one.tools == other.tools and one.arguments == other.arguments
+
+
+def _with_ids_of(reply: Message, repeated: Message, messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose tool results name the calls of `reply` by the ids that it has.
+
+    A client may have given the calls other ids when it `repeated` the reply.
+    """
+    ids = dict(zip(call_ids([repeated]), call_ids([reply]), strict=True))
+    return [
+        {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        if message.get("tool_call_id") in ids
+        else message
+        for message in messages
+    ]
 
 
 def has_reply(messages: Sequence[Message]) -> bool:
@@ -378,5 +453,5 @@ def _missed_tokens(messages: Sequence[Message], num_tokens: int) -> int:
     last_reply = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     if last_reply < 0:
         return 0
-    sizes = [len(message["content"]) for message in messages]
+    sizes = [num_characters([message]) for message in messages]
     return num_tokens * sum(sizes[: last_reply + 1]) // max(1, sum(sizes))

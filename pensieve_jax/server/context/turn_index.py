@@ -17,12 +17,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from pensieve_jax.core.errors import UnknownTurnError
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.context.hashes import canonical_text, chain_after
-from pensieve_jax.text.messages import Message
+from pensieve_jax.text import ReplyReader
+from pensieve_jax.text.messages import Message, content_of
 
 _TURN_BYTES = 1000  # estimated Python overhead of a turn, without its messages, texts and ids
 _MESSAGE_BYTES = 300  # estimated Python overhead of a message, without its text
@@ -38,8 +40,9 @@ class PastTurn:
       messages: its request messages as they were rendered; None for a turn of text or token ids.
       prompt_token_ids, output_token_ids: its own token ids, four bytes each. They follow the first tokens of
         its parent's path, as many as `num_tokens` has more.
-      output_text: text of its reply; None without a tokenizer.
+      reply: its reply as a message.
       durable: whether the history has it.
+      template_input: what it was rendered from beside the messages.
       chain: the chain up to and including its reply.
       num_bytes: estimated memory use. It is computed once, because Python strings can grow when they are read
         and the index must subtract what it added.
@@ -53,8 +56,9 @@ class PastTurn:
     messages: tuple[Message, ...] | None
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
-    output_text: str | None
+    reply: Message
     durable: bool
+    template_input: TemplateInput = NO_INPUT
     chain: bytes = field(init=False)
     num_bytes: int = field(init=False)
 
@@ -62,22 +66,39 @@ class PastTurn:
         """Pack the ids, extend the chain by the reply, and count the bytes."""
         object.__setattr__(self, "prompt_token_ids", array("i", self.prompt_token_ids))
         object.__setattr__(self, "output_token_ids", array("i", self.output_token_ids))
-        object.__setattr__(self, "chain", chain_after(self.before, "assistant", self.output_text or ""))
+        object.__setattr__(self, "chain", chain_after(self.before, self.reply))
         object.__setattr__(self, "num_bytes", self._count_bytes())
 
     def _count_bytes(self) -> int:
         messages = self.messages or ()
-        texts = sum(sys.getsizeof(message["content"]) for message in messages)
-        texts += sys.getsizeof(self.output_text)
+        texts = sum(
+            _num_bytes(value)
+            for message in (*messages, self.reply)
+            for key, value in message.items()
+            if key != "role"
+        )
         texts += 4 * (len(self.prompt_token_ids) + len(self.output_token_ids))
-        return _TURN_BYTES + _MESSAGE_BYTES * len(messages) + texts
+        own = self.template_input
+        others = 0 if own == NO_INPUT else _num_bytes([*own.tools, own.arguments, own.prefill])
+        return _TURN_BYTES + _MESSAGE_BYTES * len(messages) + texts + others
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the estimated memory use of a JSON value."""
+    if isinstance(value, str):
+        return sys.getsizeof(value)
+    if isinstance(value, dict):
+        return sys.getsizeof(value) + sum(map(_num_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return sys.getsizeof(value) + sum(map(_num_bytes, value))
+    return 0
 
 
 class TurnSource(Protocol):
     """Access to the durable turns. Called from any thread."""
 
-    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
-        """Return the newest turn with this chain before its reply and this canonical reply text, or None."""
+    def find_chain(self, owner: str, before: bytes, reply: Message) -> PastTurn | None:
+        """Return the newest turn with this chain before its reply and the same reply, or None."""
         ...
 
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
@@ -148,18 +169,18 @@ class TurnIndex:
             return None if turn is None else turn.num_tokens
 
     def find(
-        self, owner: str, before: bytes, reply: str, *, durable: bool, asks_source: bool = True
+        self, owner: str, before: bytes, reply: Message, *, durable: bool, asks_source: bool = True
     ) -> PastTurn | None:
         """Return the newest turn with these messages and this reply, or None.
 
         Args:
           owner: the key owner of the turns.
           before: the chain of the messages before the reply.
-          reply: canonical text of the reply.
+          reply: the reply as a client repeats it.
           durable: whether only turns of the history may match.
           asks_source: whether to ask the history if no turn in memory matches.
         """
-        chain = chain_after(before, "assistant", reply)
+        chain = chain_after(before, reply)
         with self._lock:
             turn_id = None if durable else self._by_chain.get((owner, chain, False))
             turn_id = turn_id or self._by_chain.get((owner, chain, True))
@@ -210,33 +231,42 @@ class TurnIndex:
 class HistoryTurns:
     """A `TurnSource` that reads the history. Thread-safe, because the reader is."""
 
-    def __init__(self, reader: HistoryReader) -> None:
-        """`reader` is of an open history."""
+    def __init__(self, reader: HistoryReader, replies: ReplyReader) -> None:
+        """`reader` is of an open history, and `replies` of its model."""
         self._reader = reader
+        self._replies = replies
 
-    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
+    def find_chain(self, owner: str, before: bytes, reply: Message) -> PastTurn | None:
         """Return the newest turn with this chain and reply among the chain's newest turns, or None."""
+        chain, content = chain_after(before, reply), canonical_text(content_of(reply))
         for turn_id, text in self._reader.find_chain(owner, before):
-            if canonical_text(text or "") == reply:
-                with contextlib.suppress(UnknownTurnError):  # deleted since
-                    return _past(owner, self._reader.turn(owner, turn_id))
+            # A reply may have reasoning and calls beside its content, or a prefill before its text.
+            if content not in (text or "") and canonical_text(text or "") not in content:
+                continue
+            with contextlib.suppress(UnknownTurnError):  # deleted since
+                turn = self._past(owner, self._reader.turn(owner, turn_id))
+                if turn.chain == chain:
+                    return turn
         return None
 
     def path(self, owner: str, turn_id: str) -> Sequence[PastTurn]:
         """Return the turns from the root of the tree to this one; raise UnknownTurnError."""
-        return [_past(owner, view) for view in self._reader.turn_path(owner, turn_id)]
+        return [self._past(owner, view) for view in self._reader.turn_path(owner, turn_id)]
 
-
-def _past(owner: str, view: TurnView) -> PastTurn:
-    return PastTurn(
-        turn_id=view.turn_id,
-        parent_id=view.parent_id,
-        owner=owner,
-        before=view.chain,
-        num_tokens=view.num_tokens,
-        messages=view.messages,
-        prompt_token_ids=view.prompt_token_ids,
-        output_token_ids=view.output_token_ids,
-        output_text=view.output_text,
-        durable=True,
-    )
+    def _past(self, owner: str, view: TurnView) -> PastTurn:
+        reply = self._replies.message(
+            view.output_text, view.output_token_ids, view.template_input, turn=view.turn_id
+        )
+        return PastTurn(
+            turn_id=view.turn_id,
+            parent_id=view.parent_id,
+            owner=owner,
+            before=view.chain,
+            num_tokens=view.num_tokens,
+            messages=view.messages,
+            prompt_token_ids=view.prompt_token_ids,
+            output_token_ids=view.output_token_ids,
+            reply=reply,
+            durable=True,
+            template_input=view.template_input,
+        )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import Prompt, is_messages
 from pensieve_jax.server.engine_process.messages import Start, check_sampling_params, sent_prompt
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
-from pensieve_jax.server.engine_process.spawn import ProcessHandle
+from pensieve_jax.server.engine_process.spawn import WORKER, ProcessHandle
 from pensieve_jax.server.engine_process.supervisor import SupervisedEngine
 from pensieve_jax.server.logs import LogFormat
 from pensieve_jax.text import check_messages
@@ -36,7 +36,12 @@ class AsyncEngine(SupervisedEngine):
 
     Call every method from the event loop that started the engine. A process that dies is restarted: its
     running turns raise EngineDiedError, and `epoch` increases.
+
+    Attributes:
+      worker: the module that the process runs. A subclass may have its own.
     """
+
+    worker: ClassVar[str] = WORKER
 
     @classmethod
     def start(
@@ -76,7 +81,7 @@ class AsyncEngine(SupervisedEngine):
             sys.stderr.isatty() if progress is None else progress,
             log_format,
         )
-        return cls(functools.partial(ProcessHandle.begin, greeting))
+        return cls(functools.partial(ProcessHandle.begin, greeting, cls.worker))
 
     def submit(
         self,

@@ -25,6 +25,7 @@ from pensieve_jax.engine.turn import Deltas, Turn
 from pensieve_jax.prompts import PromptEncoder
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls
+from pensieve_jax.server.engine_process.compiling import CompilingTurns
 from pensieve_jax.server.engine_process.messages import (
     Answer,
     Apply,
@@ -82,11 +83,16 @@ class EngineServer:
         self._writer = FrameWriter()
         self._poll = select.poll()
         self._poll.register(front, select.POLLIN)
+        self._compiling = CompilingTurns(
+            engine.grammars, watch=lambda end: self._poll.register(end, select.POLLIN)
+        )
         # The rest of a message that the socket has accepted only in part.
         self._unsent = memoryview(b"" if info is None else self._writer.frame(Ready(info)))
         self._report = Report()  # the next report, still without deltas
         self._numbers: dict[Turn, int] = {}
         self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
+        self._held_numbers: set[int] = set()  # turns whose grammars are still compiled
+        self._cancelled: set[int] = set()  # those of them to cancel
         self._front_left = False
         self._beat_s = -_BEAT_S
         self._num_deltas = self._num_delta_tokens = 0
@@ -109,6 +115,7 @@ class EngineServer:
         finally:
             self._front.close()
             self._engine.close()
+            self._compiling.close()
 
     def run_once(self) -> None:
         """Run the loop once: inbox, step, report. If no turn is unfinished, first wait for an event."""
@@ -116,6 +123,11 @@ class EngineServer:
         if not engine.has_unfinished:
             self._wait()
         self._take_inbox()
+        for message, error in self._compiling.take_ready():
+            if error is None:
+                self._queue(message)
+            else:
+                self._refuse(message, error)
         if engine.has_unfinished or self._may_copy:
             self._may_copy = False
             for turn in engine.step():
@@ -186,16 +198,41 @@ class EngineServer:
 
     def _submit(self, message: Submit) -> None:
         try:
+            is_held = self._compiling.hold(message)
+        except PensieveError as error:
+            self._refuse(message, error)
+            return
+        if is_held:
+            self._held_numbers.update(turn.number for turn in message.turns)
+        else:
+            self._queue(message)
+
+    def _queue(self, message: Submit) -> None:
+        """Queue the turns of a message, whose grammars are compiled."""
+        try:
             specs = [self._spec(turn, len(message.turns)) for turn in submitted(message)]
             turns = self._engine.submit(specs)
         except PensieveError as error:
-            sent = sent_error(error)
-            self._report.endings += [Ending(turn.number, error=sent) for turn in message.turns]
+            self._refuse(message, error)
             return
         for sent_turn, turn in zip(message.turns, turns, strict=True):
             self._numbers[turn] = sent_turn.number
             self._turns[sent_turn.number] = turn
             self._report.accepted.append(sent_turn.number)
+        self._cancel(Cancel(self._released(message)))
+
+    def _refuse(self, message: Submit, error: PensieveError) -> None:
+        self._released(message)
+        sent = sent_error(error)
+        self._report.endings += [Ending(turn.number, error=sent) for turn in message.turns]
+
+    def _released(self, message: Submit) -> list[int]:
+        """Forget that the turns of a message wait; return the numbers of those to cancel."""
+        numbers = [turn.number for turn in message.turns]
+        cancelled = self._cancelled.intersection(numbers)
+        self._held_numbers.difference_update(numbers)
+        self._cancelled -= cancelled
+        return sorted(cancelled)
 
     def _spec(self, turn: SentTurn, count: int) -> TurnSpec:
         if turn.is_encoded:
@@ -206,7 +243,9 @@ class EngineServer:
     def _cancel(self, message: Cancel) -> None:
         for number in message.numbers:
             turn = self._turns.get(number)
-            if turn is not None:  # it may have ended meanwhile
+            if number in self._held_numbers:
+                self._cancelled.add(number)
+            elif turn is not None:  # it may have ended meanwhile
                 self._engine.cancel(turn)
                 self._tell_end(number, turn)
 

@@ -25,6 +25,7 @@ from pensieve_jax.core.errors import InvalidRequestError, PensieveError
 from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.conversations import check_conversation_id
@@ -85,6 +86,7 @@ class SentPrefix(msgspec.Struct, array_like=True):
     token_ids: tuple[int, ...]
     messages: tuple[dict[str, Any], ...] | None
     released: bool
+    template_input: TemplateInput = NO_INPUT
 
 
 class SentTurn(msgspec.Struct, array_like=True):
@@ -103,6 +105,7 @@ class SentTurn(msgspec.Struct, array_like=True):
     prefix: SentPrefix | None = None
     node: SentNode | None = None
     keep: int | None = None
+    template_input: TemplateInput | None = None
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -227,6 +230,7 @@ def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
         None if prefix is None else _sent_prefix(prefix),
         None if node is None else _sent_node(node),
         spec.keep,
+        None if spec.template_input == NO_INPUT else spec.template_input,
     )
 
 
@@ -262,7 +266,9 @@ def received_spec(sent: SentTurn) -> TurnSpec:
         sent.params,
         sent.conversation_id,
         sent.messages,
-        None if prefix is None else SharedPrefix(prefix.token_ids, prefix.messages, prefix.released),
+        None
+        if prefix is None
+        else SharedPrefix(prefix.token_ids, prefix.messages, prefix.released, prefix.template_input),
         None
         if node is None
         else TurnNode(
@@ -274,6 +280,7 @@ def received_spec(sent: SentTurn) -> TurnSpec:
             attachment=node.attachment,
         ),
         sent.keep,
+        sent.template_input or NO_INPUT,
     )
 
 
@@ -322,7 +329,10 @@ def check_sampling_params(params: object) -> None:
 def _sent_prefix(prefix: SharedPrefix) -> SentPrefix:
     messages: Sequence[Any] | None = prefix.messages
     return SentPrefix(
-        prefix.token_ids, None if messages is None else tuple(map(dict, messages)), prefix.released
+        prefix.token_ids,
+        None if messages is None else tuple(map(dict, messages)),
+        prefix.released,
+        prefix.template_input,
     )
 
 

@@ -14,11 +14,11 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from pensieve_jax.server.engine_process.messages import Start
 
-_WORKER = "pensieve_jax.server.engine_process.worker"
+WORKER: Final = "pensieve_jax.server.engine_process.worker"
 _ROOT = Path(__file__).parents[3]  # the directory from which the package is imported
 
 
@@ -55,13 +55,13 @@ class ProcessHandle:
         self.process = process
 
     @staticmethod
-    async def begin(greeting: Start) -> ProcessHandle:
-        """Start a new Python interpreter; a fork would copy the locks of other threads."""
+    async def begin(greeting: Start, worker: str = WORKER) -> ProcessHandle:
+        """Run the module `worker` in a new interpreter; a fork would copy the locks of other threads."""
         front, engine = socket.socketpair()
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", _WORKER, str(engine.fileno())),
+                *(sys.executable, "-P", "-m", worker, str(engine.fileno())),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=[engine.fileno()],
                 start_new_session=True,  # only the front end handles Ctrl-C in a terminal

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Final
 
 from model_defs import ModelError
@@ -35,8 +36,11 @@ _READ_BYTES = 1 << 16
 _POLL_MS = 500
 
 
-def main() -> int:
-    """Serve the front end at the file descriptor of the command line, and return the exit status."""
+def main(make: Callable[[Start], Assembled] | None = None) -> int:
+    """Serve the front end at the file descriptor of the command line, and return the exit status.
+
+    `make` builds the engine; a program of the laboratory has its own.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as front:
@@ -48,7 +52,7 @@ def main() -> int:
         ready = threading.Event()
         threading.Thread(target=_leave_with_front, args=(front, ready), daemon=True).start()
         try:
-            parts = _assemble(start)
+            parts = (make or _assemble)(start)
         except (PensieveError, ModelError, AttentionArgumentError) as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
@@ -56,6 +60,8 @@ def main() -> int:
             ready.set()  # stops the thread, which would mistake the close of this socket for the front end's
         if start.log_format is not None:
             log_uncaught()  # from now on, an error's message might quote a prompt
+        if parts.engine.grammars is not None:
+            parts.engine.grammars.prepare()  # up to a second, which would delay every stream later
         gc.collect()
         gc.freeze()  # existing objects are permanent, so the collector need not scan them again
         EngineServer(parts.engine, parts.tokenizer, front, info=_info(parts, start)).run()

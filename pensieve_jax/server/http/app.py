@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pensieve_jax.server.http.admission import BodyBudget, HeldBody
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
-from pensieve_jax.server.http.replies import HttpResponse
+from pensieve_jax.server.http.replies import ErrorReply, HttpResponse, error_reply
 from pensieve_jax.server.http.request import HttpRequest, RequestNotes, read_body
 from pensieve_jax.server.http.services import Services
 
@@ -37,6 +37,8 @@ class Route:
         handler: takes the request and returns the response, or raises.
         needs_key: whether the route rejects requests without a key if the server has keys.
         has_body: whether a POST must have a body. False checks the content type only if there is a body.
+        error_reply: makes the response of an error, in the form of the route's API. The form of a path's
+          first route also serves requests that reach no handler. A path with parameters has OpenAI's there.
     """
 
     method: str
@@ -44,6 +46,7 @@ class Route:
     handler: Handler
     needs_key: bool = True
     has_body: bool = True
+    error_reply: ErrorReply = error_reply
 
 
 def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Lifespan] = ()) -> ASGIApp:
@@ -72,7 +75,8 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
         from pensieve_jax.server.tracing import TraceContext  # needs an optional dependency
 
         app = TraceContext(app)
-    app = ErrorReplies(app, services.metrics.refused)
+    forms = {path: next(iter(rows.values())).error_reply for path, rows in by_path.items()}
+    app = ErrorReplies(app, services.metrics.refused, forms)
     if settings.cors_origin:
         app = Cors(app, settings.cors_origin)  # outside ErrorReplies, so that pages can read errors too
     app = RequestLog(app)
@@ -121,9 +125,12 @@ class _Path:
             await reply.send(receive, send)
 
     def _owner(self, route: Route, headers: Headers) -> str:
-        owner = self._services.keys.owner(headers.get("authorization"))
+        owner = self._services.keys.owner(headers.get("authorization"), headers.get("x-api-key"))
         if owner is None and route.needs_key:
-            sentence = "The API key is missing or unknown; send a valid one as Authorization: Bearer KEY."
+            sentence = (
+                "The API key is missing or unknown; send a valid one as Authorization: Bearer KEY or "
+                "x-api-key: KEY."
+            )
             headers_out = {"www-authenticate": "Bearer"}
             raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
         return owner or ""

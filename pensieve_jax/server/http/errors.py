@@ -21,6 +21,9 @@ from pensieve_jax.core.errors import (
     ConversationBusyError,
     ConversationChangedError,
     EngineClosedError,
+    GrammarFailedError,
+    GrammarQueueFullError,
+    GrammarTooComplexError,
     HistoryError,
     HistoryUnavailableError,
     InvalidFieldError,
@@ -32,6 +35,7 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
     UnknownRecordError,
     UnknownTurnError,
+    UnsupportedGrammarError,
 )
 
 _NO_RETRY = {"x-should-retry": "false"}
@@ -41,6 +45,8 @@ INTERNAL_ERROR = "An unexpected error occurred; the server's log has the details
 # Status, code and headers by exception class; the most specific class counts. `_as_sentence` has the texts.
 _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     ContextLengthError: (400, "context_length_exceeded", {}),
+    GrammarTooComplexError: (400, "grammar_too_complex", {}),
+    UnsupportedGrammarError: (400, "unsupported_parameter", {}),
     InvalidRequestError: (400, "invalid_value", {}),
     TokenizerMissingError: (400, "invalid_value", {}),
     ChatTemplateError: (400, "invalid_value", {}),
@@ -51,6 +57,8 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     ConversationChangedError: (409, "conversation_locked", _RETRY_SOON),
     StepFailedError: (500, "step_failed", _NO_RETRY),
     LogitsError: (500, "logits_not_finite", _NO_RETRY),
+    GrammarFailedError: (500, "grammar_failed", _NO_RETRY),
+    GrammarQueueFullError: (503, "overloaded", _RETRY_SOON),
     HistoryUnavailableError: (503, "history_unavailable", _RETRY_SOON),
     HistoryError: (500, "history_failed", _NO_RETRY),
     EngineClosedError: (503, "overloaded", _RETRY_SOON),

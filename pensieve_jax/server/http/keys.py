@@ -1,7 +1,7 @@
 """API keys and their owners.
 
 Owns: the file of keys, and finding the owner of a request's key.
-Does not know: HTTP beyond the Authorization header's text, or what owners own.
+Does not know: HTTP beyond the texts of two headers, or what owners own.
 Called by the application, by `pensieve serve`, and by the Ray Serve app.
 
 A line of the file is `owner:sha256` with the SHA-256 of the key in hexadecimal digits. Empty lines and lines
@@ -53,16 +53,25 @@ class ApiKeys:
             )
         return len(self._owners)
 
-    def owner(self, authorization: str | None) -> str | None:
-        """Return the owner of the key in an Authorization header, or None for an unknown or missing key.
+    def owner(self, authorization: str | None, api_key: str | None = None) -> str | None:
+        """Return the owner of a request's key, or None for an unknown or missing key.
 
-        Every digest is compared, each in constant time, so that the timing reveals nothing about the keys.
+        Args:
+          authorization: the Authorization header. If it has a known key, the other header does not count.
+          api_key: the x-api-key header, in which clients of Anthropic's API send their key.
         """
         if not self.are_required:
             return ""
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer":
-            return None
+        scheme, _, bearer = (authorization or "").partition(" ")
+        keys = [bearer if scheme.lower() == "bearer" else None, api_key]
+        owners = [self._owner_of(key) for key in keys if key is not None]
+        return next((owner for owner in owners if owner is not None), None)
+
+    def _owner_of(self, key: str) -> str | None:
+        """Return the owner of a key, or None for an unknown one.
+
+        Every digest is compared, each in constant time, so that the timing reveals nothing about the keys.
+        """
         # latin-1 restores the header's bytes.
         shown = hashlib.sha256(key.strip(" \t").encode("latin-1", "replace")).digest()
         found = None

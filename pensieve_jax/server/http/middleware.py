@@ -12,7 +12,8 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -22,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pensieve_jax.server.http.errors import ApiError, as_api_error, is_expected
-from pensieve_jax.server.http.replies import encode_json, error_reply
+from pensieve_jax.server.http.replies import ErrorReply, encode_json, error_reply
 from pensieve_jax.server.http.request import ClientGoneError, RequestNotes
 from pensieve_jax.server.http.settings import ServerSettings, is_loopback
 from pensieve_jax.server.logs import log_error, log_request
@@ -33,6 +34,8 @@ REQUEST_ID_CHARACTERS: Final = "A-Za-z0-9._:-"
 """Characters allowed in a client's request id, as a regular expression class."""
 MAX_REQUEST_ID_LENGTH: Final = 128
 _REQUEST_ID = re.compile(rf"[{REQUEST_ID_CHARACTERS}]{{1,{MAX_REQUEST_ID_LENGTH}}}\Z")
+_ID_HEADERS: Final = ("x-request-id", "request-id")
+"""Names of the request id in responses: OpenAI's, and Anthropic's."""
 _MAX_IGNORED_BYTES: Final = 1000
 _CHANGING: Final = frozenset({"POST", "DELETE"})
 _PROBES: Final = frozenset({"/health", "/ready"})
@@ -61,7 +64,8 @@ class RequestLog:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", request_id.encode())]
+                ids = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
+                headers = [*message["headers"], *ids]
                 if notes.ignored_fields:
                     headers.append((b"x-ignored-fields", _listed(notes.ignored_fields)))
                 message = {**message, "headers": headers}
@@ -91,16 +95,30 @@ class RequestLog:
 class ErrorReplies:
     """Middleware that converts every exception to an error response, without a traceback."""
 
-    def __init__(self, app: ASGIApp, refused: Callable[[str], object]) -> None:
-        """Wrap `app`; `refused` is called with the code of each 429 and 503."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        refused: Callable[[str], object],
+        forms: Mapping[str, ErrorReply] = MappingProxyType({}),
+    ) -> None:
+        """Wrap `app`.
+
+        Args:
+          app: the application.
+          refused: called with the code of each 429 and 503.
+          forms: makes the responses of errors by path; the form of other paths is OpenAI's.
+        """
         self._app = app
         self._refused = refused
+        self._forms = forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         started = False
+        reply = self._forms.get(scope["path"], error_reply)
+        request_id = scope[NOTES].request_id
 
         async def watched(message: Message) -> None:
             nonlocal started
@@ -112,16 +130,16 @@ class ErrorReplies:
         except ClientGoneError:
             raise
         except HTTPException as error:
-            await error_reply(_of_routing(error, scope)).send(receive, send)
+            await reply(_of_routing(error, scope), request_id).send(receive, send)
         except Exception as error:  # outermost handler: the log has the exception under its request id
             if not is_expected(error):
-                log_error(scope[NOTES].request_id, error)
+                log_error(request_id, error)
             if started:  # a truncated response must not look complete
                 raise ClientGoneError from error
             answer = as_api_error(error)
             if answer.status in (429, 503) and scope[NOTES].route not in _PROBES:
                 self._refused(answer.code)
-            await error_reply(answer).send(receive, send)
+            await reply(answer, request_id).send(receive, send)
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> ApiError:
@@ -211,7 +229,7 @@ class Cors(CORSMiddleware):
             allow_origins=tuple(origins),
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "x-ignored-fields", "retry-after", "x-should-retry"),
+            expose_headers=(*_ID_HEADERS, "x-ignored-fields", "retry-after", "x-should-retry"),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

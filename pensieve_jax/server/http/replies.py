@@ -29,7 +29,8 @@ encode_json = _ENCODER.encode
 """Encode plain values, structs and dataclasses as JSON."""
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream in OpenAI's API."""
-_COMMENT = b": still here\n\n"
+COMMENT = b": still here\n\n"
+"""A comment, which clients skip."""
 _TURN_BYTES: Final = 16 * 2**10
 """Bytes after which a stream yields to other requests: 1 to 2 ms of work for a stored reply."""
 _HEADERS = [
@@ -109,8 +110,12 @@ def json_reply(
     return BytesResponse(encode_json(value), "application/json", status, headers or {}, undelivered)
 
 
-def error_reply(error: ApiError) -> BytesResponse:
-    """Return the response for an error."""
+type ErrorReply = Callable[[ApiError, str], BytesResponse]
+"""Makes the response of an error, given the request id."""
+
+
+def error_reply(error: ApiError, request_id: str = "") -> BytesResponse:
+    """Return the response of an error in OpenAI's form, which has the request id in a header only."""
     return json_reply(error.body, error.status, error.headers)
 
 
@@ -129,6 +134,7 @@ class Events:
       events: events as `event` encodes them. It is closed if the client leaves or stalls, which it sees as
         GeneratorExit or CancelledError; it must then end what it started.
       on_end: called once, however the stream ends, even if it never began.
+      heartbeat: what a silent stream sends.
       heartbeat_s, stall_timeout_s: see `ServerSettings`.
     """
 
@@ -136,6 +142,7 @@ class Events:
     heartbeat_s: float = 15.0
     stall_timeout_s: float = 30.0
     on_end: Callable[[], Awaitable[None]] | None = None
+    heartbeat: bytes = COMMENT
 
     async def send(self, receive: Receive, send: Send) -> None:
         """Send all events; raise ClientGoneError if the client leaves or stalls first."""
@@ -223,5 +230,5 @@ class _Writer:
                 _end(self._open)
                 return
         elif now_s - self._last_write_s >= self._settings.heartbeat_s and not self._lock.locked():
-            self._comment = asyncio.ensure_future(self.write(_COMMENT))
+            self._comment = asyncio.ensure_future(self.write(self._settings.heartbeat))
         self._timer = self._loop.call_later(self._period_s, self._check_timer)

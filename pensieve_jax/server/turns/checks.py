@@ -65,15 +65,18 @@ def previous_response(
     return record
 
 
-def template_error(error: ChatTemplateError, messages: Sequence[Message], field: str) -> ApiError:
+def template_error(
+    error: ChatTemplateError, messages: Sequence[Message], field: str, paths: Sequence[str] | None = None
+) -> ApiError:
     """Return a 400 for messages that the chat template rejects.
 
-    `param` is `field`, or the first role in it that few templates accept.
+    `param` is `field`, or the first role in it that few templates accept. `paths` are the messages' own paths
+    in the request, unless they are `field[0]` and so on.
     """
     message = as_api_error(error).message
     for index, one in enumerate(messages):
         if one["role"] not in _ROLES_OF_ALL:
-            return invalid_value(f"{field}[{index}].role", message)
+            return invalid_value(f"{field}[{index}].role" if paths is None else paths[index], message)
     return invalid_value(field, message)
 
 

@@ -9,6 +9,7 @@ Called by `server.openai`, `server.cache_view`, and `server.app` at startup.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from pensieve_jax.server.http.bodies import Body
 _log = logging.getLogger(__name__)
 _DEFAULTS = {"temperature": 1.0}
 MAX_CHOICES: Final = 8
+_ID: Final = re.compile(r"[0-9]{1,10}")
 type Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 type Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -39,16 +41,11 @@ type Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     # How tokens are chosen.
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "repeat_penalty": (1,),
     "length_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "repetition_detection": (),
     "dry_multiplier": (0,),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "typical_p": (1,),
     "top_a": (0,),
     "tfs_z": (1,),
@@ -65,8 +62,6 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "thinking_token_budget": (),
     # Which tokens and texts are possible.
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "custom_logit_processor": ("",),
     "response_format": ({"type": "text"},),
@@ -89,7 +84,6 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     # What the answer shows.
-    "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
@@ -143,13 +137,11 @@ MISSPELLED: Final[Mapping[str, str]] = {
 
 
 _NOT_APPLIED: Final[Mapping[str, tuple[Any, ...]]] = {
-    "repetition_penalty": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "encoder_repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
-    "min_p": (0,),
     "top_h": (),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
@@ -192,7 +184,8 @@ class SamplingFields(Body):
 
     `metadata` has an effect on stored turns only.
 
-    `top_k`, `min_tokens`, `stop_token_ids`, `ignore_eos` and `prompt_logprobs` are vLLM extensions.
+    `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `bad_words`, `min_tokens`, `stop_token_ids`,
+    `include_stop_str_in_output`, `ignore_eos` and `prompt_logprobs` are vLLM extensions.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -219,10 +212,18 @@ class SamplingFields(Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
@@ -308,7 +309,19 @@ def sampling_params(
         chosen["seed"] %= MAX_SEED + 1  # maps negative seeds into the range
     if isinstance(chosen.get("stop"), str):
         chosen["stop"] = [chosen["stop"]]
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = _biases(chosen["logit_bias"])
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return biases by id from JSON, where ids are text; raise InvalidRequestError naming the id."""
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        if not _ID.fullmatch(key) or int(key) in biases:
+            raise InvalidRequestError("logit_bias", key, "an object whose names are different token ids")
+        biases[int(key)] = bias
+    return biases
 
 
 def num_context_tokens(usage: Usage) -> int:

@@ -67,6 +67,8 @@ def completion_echo(model: str, params: SamplingParams, metadata: Mapping[str, s
     return default_echo(model, params.temperature, params.top_p) | {
         "max_output_tokens": params.max_tokens,
         "top_logprobs": params.logprobs or 0,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
         "metadata": dict(metadata or {}),
     }
 

@@ -36,12 +36,14 @@ def _compiled(num_top, mode):
 _truncated = jax.jit(functools.partial(sampler._truncate, backend="xla"))
 
 
-def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP):
-    """Return samples as numpy arrays."""
-    return jax.tree.map(np.asarray, _compiled(num_top, mode)(np.asarray(logits, np.float32), rows))
+def run(logits, rows, mode=EVERYTHING, num_top=NUM_TOP, scores=None):
+    """Return samples as numpy arrays; `scores` are the logits unless given."""
+    logits = np.asarray(logits, np.float32)
+    scores = logits if scores is None else np.asarray(scores, np.float32)
+    return jax.tree.map(np.asarray, _compiled(num_top, mode)(logits, scores, rows))
 
 
-def make_rows(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=0, positions=0, banned=()):
+def make_rows(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=0, positions=0, banned=()):
     """Return rows of one setting; `seeds` and `positions` may be arrays."""
     seeds = np.broadcast_to(np.asarray(seeds, np.uint64), num_rows)
     banned_ids = np.full((num_rows, 4), -1, np.int32)
@@ -50,6 +52,7 @@ def make_rows(num_rows, *, temperature=1.0, top_k=0, top_p=1.0, seeds=0, positio
         temperature=np.broadcast_to(np.float32(temperature), num_rows).copy(),
         top_k=np.broadcast_to(np.int32(top_k), num_rows).copy(),
         top_p=np.broadcast_to(np.float32(top_p), num_rows).copy(),
+        min_p=np.broadcast_to(np.float32(min_p), num_rows).copy(),
         seed=np.stack([seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32)], axis=1).astype(np.uint32),
         sample_positions=np.broadcast_to(np.asarray(positions, np.int32), num_rows).copy(),
         banned_ids=banned_ids,
@@ -158,7 +161,7 @@ def test_ids_are_independent_of_sharding():
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     sharded = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tp")))
     replicated = jax.device_put(rows, NamedSharding(mesh, PartitionSpec()))
-    found = _compiled(NUM_TOP, EVERYTHING)(sharded, replicated)
+    found = _compiled(NUM_TOP, EVERYTHING)(sharded, sharded, replicated)
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-5, atol=1e-5)
@@ -187,7 +190,7 @@ def test_the_kernel_gives_the_same_ids(monkeypatch, logits_spec):
         placed = jax.device_put(
             placed, (NamedSharding(mesh, logits_spec), NamedSharding(mesh, PartitionSpec()))
         )
-    found = sample(*placed)
+    found = sample(placed[0], *placed)
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
 
@@ -198,8 +201,30 @@ def test_lowers_for_cuda(backend, mode):
     """Only a mode that truncates has the kernel, and only if a step is told to use it."""
     logits, rows = random_logits(4), make_rows(4)
     statics = {"mode": mode, "num_top": NUM_TOP, "max_num_samples": 4, "cutoff_backend": backend}
-    text = lower_for_cuda(functools.partial(choose, **statics), logits, rows)
+    text = lower_for_cuda(functools.partial(choose, **statics), logits, logits, rows)
     assert text.count("xla.gpu.triton") == (mode.truncates and backend == "pallas_triton")
+
+
+@pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
+def test_scores_choose_and_logits_have_the_probabilities(mode):
+    """Ids depend on the scores alone, log-probabilities and the most likely ids on the logits."""
+    logits, scores = random_logits(NUM_ROWS, seed=8), random_logits(NUM_ROWS, seed=9)
+    scores[:, ::3] = -np.inf
+    rows = make_rows(
+        NUM_ROWS,
+        temperature=np.tile([0.0, 0.8], NUM_ROWS // 2),
+        top_k=20,
+        top_p=0.9,
+        seeds=np.arange(NUM_ROWS),
+    )
+    found, by_scores = run(logits, rows, mode, scores=scores), run(scores, rows, mode)
+    np.testing.assert_array_equal(found.token_ids, by_scores.token_ids)
+    assert (found.token_ids % 3 != 0).all()
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    chosen = np.take_along_axis(expected, found.token_ids[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(found.logprobs, chosen, rtol=1e-6, atol=1e-6)
+    if mode.top_logprobs:
+        np.testing.assert_array_equal(found.top_ids, run(logits, rows, mode).top_ids)
 
 
 def test_scores_come_back_from_their_keys():
@@ -253,9 +278,10 @@ def possible_ids(logits, rows, margin, mode=EVERYTHING):
     temperature=st.sampled_from([0.0, 1e-3, 0.3, 1.0, 50.0]),
     top_k=st.sampled_from([0, 1, 2, 17, VOCAB_SIZE]),
     top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5, 1.0]),
     margin=st.sampled_from([1e-3, 0.15, 1.0]),
 )
-def test_choices_of_slightly_different_logits_are_possible(seed, temperature, top_k, top_p, margin):
+def test_choices_of_slightly_different_logits_are_possible(seed, temperature, top_k, top_p, min_p, margin):
     """Logits differ by at most the margin; the choice itself is always possible, most other ids are not."""
     logits = random_logits(NUM_ROWS, seed=seed)
     rows = make_rows(
@@ -263,6 +289,7 @@ def test_choices_of_slightly_different_logits_are_possible(seed, temperature, to
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         seeds=np.arange(NUM_ROWS) + seed,
         banned=(5,),
     )
@@ -297,7 +324,16 @@ def few_rows(rng, num_rows, margin):
         temperature=temperature.astype(np.float32),
         top_k=rng.choice([0, 1, 2, 3], num_rows).astype(np.int32),
         top_p=np.where(rng.random(num_rows) < 0.8, top_p, 1.0).astype(np.float32),
+        min_p=np.where(rng.random(num_rows) < 0.5, _min_p(rng, scores, margin / temperature), 0).astype(
+            np.float32
+        ),
     )
+
+
+def _min_p(rng, scores, margins):
+    """Return shares of the most likely id's probability, close to that of another id."""
+    edge = scores[np.arange(len(scores)), rng.integers(0, FEW_IDS, len(scores))] - scores.max(axis=1)
+    return np.exp(np.minimum(edge + rng.choice([-0.9, 0.0, 0.9], len(scores)) * margins, 0))
 
 
 @pytest.mark.parametrize(("margin", "most"), [(1e-3, 1.5), (0.1, 1.6)])
@@ -370,6 +406,32 @@ def test_an_id_near_the_cut_is_possible_and_one_far_below_is_not():
     wanted = make_rows(NUM_ROWS, top_p=0.75, seeds=np.arange(NUM_ROWS))
     possible = possible_ids(logits, wanted, 0.01)
     assert set(chosen) == {0, 1} and possible[np.arange(NUM_ROWS), chosen].all()
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_min_p_keeps_what_is_likely_enough(top_k):
+    """Of the ids that are left, top-k and top-p keep what they keep without it; greedy rows ignore it."""
+    logits = random_logits(1, seed=11)
+    probs = np.exp(logits[0].astype(np.float64))
+    likely = np.flatnonzero(probs >= 0.05 * probs.max())
+    assert 5 < len(likely) < 20
+    rows = make_rows(4 * NUM_ROWS, temperature=1.0, top_k=top_k, min_p=0.05, seeds=np.arange(4 * NUM_ROWS))
+    chosen = run(np.tile(logits, (4 * NUM_ROWS, 1)), rows).token_ids
+    assert set(chosen) <= set(likely)
+    assert len(set(chosen)) == top_k or (not top_k and len(set(chosen)) > 5)
+    for mode in sampler.all_modes():
+        same = make_rows(NUM_ROWS, temperature=np.tile([0.0, 0.7], NUM_ROWS // 2), seeds=np.arange(NUM_ROWS))
+        cut = same._replace(min_p=np.where(same.temperature > 0, 0, 0.9).astype(np.float32))
+        many = random_logits(NUM_ROWS, seed=12)
+        np.testing.assert_array_equal(run(many, cut, mode).token_ids, run(many, same, mode).token_ids)
+
+
+def test_min_p_cuts_before_top_p():
+    """Probabilities 0.4, 0.3, 0.2, 0.1: of the first two, which min-p leaves, top-p of 0.5 keeps one."""
+    logits = np.tile(np.log(np.float32([0.4, 0.3, 0.2, 0.1])), (NUM_ROWS, 1))
+    for min_p, expected in ((0.0, {0, 1}), (0.7, {0})):
+        rows = make_rows(NUM_ROWS, top_p=0.5, min_p=min_p, seeds=np.arange(NUM_ROWS))
+        assert set(run(logits, rows, num_top=1).token_ids) == expected
 
 
 def values_of(name):

@@ -31,21 +31,25 @@ def chooser(num_devices, mode, vocab_size=VOCAB_SIZE):
         "mode": mode, "num_top": NUM_TOP, "max_num_samples": NUM_ROWS, "cutoff_backend": "xla",
         "split_over": mesh if num_devices > 1 else None,
     }  # fmt: skip
-    arguments = jax.device_put((random_logits(NUM_ROWS, vocab_size=vocab_size), make_rows(NUM_ROWS)), places)
-    return choose.lower(*arguments, **statics).compile(), places
+    logits, rows = jax.device_put(
+        (random_logits(NUM_ROWS, vocab_size=vocab_size), make_rows(NUM_ROWS)), places
+    )
+    return choose.lower(logits, logits, rows, **statics).compile(), places
 
 
-def run(num_devices, mode, logits, rows) -> StepResult:
-    compiled, places = chooser(num_devices, mode, logits.shape[1])
-    next_ids, words = compiled(*jax.device_put((logits, rows), places))
+def run(num_devices, mode, logits, rows, scores=None) -> StepResult:
+    compiled, (split, whole) = chooser(num_devices, mode, logits.shape[1])
+    logits = jax.device_put(logits, split)
+    scores = logits if scores is None else jax.device_put(scores, split)
+    next_ids, words = compiled(logits, scores, jax.device_put(rows, whole))
     result = unpack_result(np.asarray(words), NUM_ROWS, NUM_TOP)
     np.testing.assert_array_equal(next_ids, result.token_ids)
     return result
 
 
-def assert_same(mode, logits, rows, num_devices=2):
+def assert_same(mode, logits, rows, num_devices=2, scores=None):
     """Compare ids exactly, and sums over devices up to rounding."""
-    expected, found = (run(number, mode, logits, rows) for number in (1, num_devices))
+    expected, found = (run(number, mode, logits, rows, scores) for number in (1, num_devices))
     np.testing.assert_array_equal(found.token_ids, expected.token_ids)
     np.testing.assert_array_equal(found.top_ids, expected.top_ids)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-6)
@@ -59,11 +63,12 @@ def test_every_mode_chooses_as_one_device_does(mode):
     rows = make_rows(
         NUM_ROWS, temperature=np.tile([0.0, 0.7, 1.5], NUM_ROWS // 3), top_k=rng.choice([0, 9], NUM_ROWS),
         top_p=rng.choice([0.8, 1.0], NUM_ROWS), seeds=rng.integers(0, 2**63, NUM_ROWS),
-        positions=rng.integers(0, 4096, NUM_ROWS), banned=(3, 70),
+        positions=rng.integers(0, 4096, NUM_ROWS), banned=(3, 70), min_p=rng.choice([0.0, 0.2], NUM_ROWS),
     )  # fmt: skip
     for seed in range(4):
         logits = random_logits(NUM_ROWS, seed=seed, vocab_size=VOCAB_SIZE)
-        assert_same(mode, np.round(logits) if seed % 2 else logits, rows)
+        scores = random_logits(NUM_ROWS, seed=seed + 9, vocab_size=VOCAB_SIZE) if seed > 1 else None
+        assert_same(mode, np.round(logits) if seed % 2 else logits, rows, scores=scores)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -101,13 +106,13 @@ def test_parts_without_a_possible_id_and_more_devices():
 
 @pytest.mark.parametrize("mode", sampler.all_modes(), ids=str)
 def test_logits_are_not_gathered(mode):
-    """One exchange of a few words per row, and the largest logit before a draw; cuts gather rows once."""
+    """One exchange of a few words per row, and the largest score before a draw; cuts gather whole rows."""
     text = chooser(2, mode)[0].as_text()
-    expected = {"all-gather": 1}
+    expected = {"all-gather": 1 + mode.truncates}  # of scores and logits, which may be different arrays
     if mode.draws and not mode.truncates:
         expected["all-reduce"] = 1
     assert collectives(text) == expected
     num_words = 5 + 2 * NUM_TOP * mode.top_logprobs
-    (gather,) = [line for line in text.splitlines() if " all-gather(" in line]
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
     width = VOCAB_SIZE if mode.truncates else num_words
-    assert f"{width}]" in gather.split(" all-gather(")[0], gather
+    assert all(f"{width}]" in gather.split(" all-gather(")[0] for gather in gathers), gathers

@@ -31,10 +31,10 @@ class FakeSource:
     def __init__(self) -> None:
         self.turns: list[PastTurn] = []
 
-    def find_chain(self, owner: str, before: bytes, reply: str) -> PastTurn | None:
+    def find_chain(self, owner: str, before: bytes, reply: dict) -> PastTurn | None:
         for turn in reversed(self.turns):
             same = turn.owner == owner and turn.before == before
-            if same and (turn.output_text or "").rstrip() == reply:
+            if same and turn.reply["content"].rstrip() == reply["content"].rstrip():
                 return turn
         return None
 

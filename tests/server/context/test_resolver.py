@@ -10,6 +10,7 @@ import pytest
 
 from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError, UnknownTurnError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.server.context import hashes, resolver, turn_index
 from pensieve_jax.server.context.resolver import Memory, Resolver
@@ -19,6 +20,7 @@ from pensieve_jax.text.chat import ChatFormat
 from tests.seeds import new_seed
 from tests.server.context.no_turns import NoTurns
 from tests.server.context.scenarios import FakeSource, Scenario, assistant, output_of, tokenizer, user
+from tests.text.tool_templates import WITH_TOOLS, call
 
 NUM_SCENARIOS = 60
 
@@ -42,15 +44,15 @@ def test_random_trees_of_conversations():
     assert num_found > 3 * NUM_SCENARIOS  # the scenarios find turns: half of the usual number
 
 
-def ignore_role(chain: bytes, role: str, text: str) -> bytes:
-    return ORIGINAL_CHAIN_AFTER(chain, "any", text)
+def ignore_role(chain: bytes, message: dict) -> bytes:
+    return ORIGINAL_CHAIN_AFTER(chain, {**message, "role": "any"})
 
 
-def ignore_owner(owner: str, fingerprint: str, template: str | None) -> bytes:
-    return ORIGINAL_ROOT("", fingerprint, template)
+def ignore_owner(owner: str, *others) -> bytes:
+    return ORIGINAL_ROOT("", *others)
 
 
-def find_of_any_owner(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
+def find_of_any_owner(self: TurnIndex, owner: str, before: bytes, reply: dict, **options):
     for other in ("ann", "bob"):
         found = ORIGINAL_FIND(self, other, before, reply, **options)
         if found is not None:
@@ -58,7 +60,7 @@ def find_of_any_owner(self: TurnIndex, owner: str, before: bytes, reply: str, **
     return None
 
 
-def find_stale(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
+def find_stale(self: TurnIndex, owner: str, before: bytes, reply: dict, **options):
     """Find the reply at the position of the one before it."""
     found = ORIGINAL_FIND(self, owner, before, reply, **options)
     return found if found is None or found.parent_id is None else self.turn(owner, found.parent_id)
@@ -73,7 +75,7 @@ def find_in_old_memory(self: TurnIndex, epoch: int) -> None:
     self._epoch = epoch
 
 
-def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: str, **options):
+def find_undurable(self: TurnIndex, owner: str, before: bytes, reply: dict, **options):
     return ORIGINAL_FIND(self, owner, before, reply, durable=False)
 
 
@@ -136,7 +138,7 @@ def test_the_index_counts_about_as_many_bytes_as_it_uses():
                     messages=tuple(json.loads(sent)),
                     prompt_token_ids=range(30),
                     output_token_ids=range(20),
-                    output_text="\U0001f600" * 3000,
+                    reply=assistant("\U0001f600" * 3000),
                     durable=True,
                 )
             )
@@ -301,10 +303,40 @@ def test_the_spec_carries_node_messages_and_attachment(resolving):
 def test_chain_hashes_separate_their_parts():
     root = hashes.root_chain("ann", "m", None)
     assert hashes.root_chain("an", "nm", None) != root
-    assert hashes.chain_after(root, "user", "ab") != hashes.chain_after(root, "usera", "b")
-    assert hashes.chain_after(root, "user", "hi \n") == hashes.chain_after(root, "user", "hi")
-    assert hashes.chain_after(root, "user", " hi") != hashes.chain_after(root, "user", "hi")
-    assert hashes.chain_after(root, "user", "\ud800") != hashes.chain_after(root, "user", "")
+
+    def after(content: str | None, **others) -> bytes:
+        return hashes.chain_after(root, {"role": "user", "content": content, **others})
+
+    assert after("ab") != after("b", role="usera")
+    assert after("hi \n") == after("hi") != after(" hi")
+    assert after("\ud800") != after("") == after(None)
+    assert after("hi", name="ann") != after("hi") == after("hi", name=None)
+    assert after("hi", name="ann") != after("hi", tool_call_id="ann")
+    assert after("hi", reasoning="why") == after("hi")
+    one, other = call("a", "f", '{"x": 1.0}'), call("b", "f", '{"x":1}')
+    assert after("", tool_calls=[one]) == after("", tool_calls=[other]) != after("")
+    assert after("", tool_calls=[one, other]) != after("", tool_calls=[one])
+    assert after("", tool_calls=[one]) != after("", tool_calls=[call("a", "g", '{"x": 1}')])
+
+
+def test_the_root_has_tools_and_template_arguments():
+    roots = [
+        hashes.root_chain("ann", "m", None, given)
+        for given in (
+            NO_INPUT,
+            WITH_TOOLS,
+            TemplateInput(WITH_TOOLS.tools[:1]),
+            TemplateInput(arguments={"enable_thinking": False}),
+            TemplateInput(arguments={"enable_thinking": True}),
+        )
+    ]
+    assert len(set(roots)) == len(roots) and roots[0] == hashes.root_chain("ann", "m", None)
+    prefilled = TemplateInput(prefill="Sure", generation_prompt=False)
+    assert hashes.root_chain("ann", "m", None, prefilled) == roots[0]
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert hashes.root_chain("", "", "", TemplateInput(arguments=one)) == hashes.root_chain(
+        "", "", "", TemplateInput(arguments=other)
+    )
 
 
 class CountingSource(NoTurns):
@@ -313,8 +345,8 @@ class CountingSource(NoTurns):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def find_chain(self, owner: str, before: bytes, reply: str) -> None:
-        self.asked.append(reply)
+    def find_chain(self, owner: str, before: bytes, reply: dict) -> None:
+        self.asked.append(reply["content"])
 
 
 def test_only_the_last_replies_are_looked_up_in_the_history():
@@ -337,7 +369,7 @@ def test_a_context_that_its_template_refuses_is_rendered_once(monkeypatch):
         messages.append(assistant(f"a{i}"))
     tries = []
 
-    def refuse(self: ChatFormat, earlier, token_ids, new_messages, *, token_limit=None) -> None:
+    def refuse(self: ChatFormat, earlier, token_ids, new_messages, **options) -> None:
         tries.append(len(earlier))
         raise ChatTemplateError("no")
 

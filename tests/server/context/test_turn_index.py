@@ -9,15 +9,19 @@ from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
 from tests.server.context.no_turns import NoTurns
 
 
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
 def past(turn_id: str, parent_id: str | None = None, *, owner: str = "ann", text: str = "fine", **fields):
     """Return a turn whose chain depends on its text alone."""
     known = {"before": b"before", "num_tokens": 10, "messages": None, "durable": True}
     known |= {"prompt_token_ids": [3], "output_token_ids": [1, 2]}
-    return PastTurn(turn_id=turn_id, parent_id=parent_id, owner=owner, output_text=text, **(known | fields))
+    return PastTurn(turn_id=turn_id, parent_id=parent_id, owner=owner, reply=said(text), **(known | fields))
 
 
 def find(index: TurnIndex, text: str = "fine", *, durable: bool = True) -> str | None:
-    found = index.find("ann", b"before", text, durable=durable)
+    found = index.find("ann", b"before", said(text), durable=durable)
     return None if found is None else found.turn_id
 
 

@@ -50,8 +50,8 @@ class Brake:
     def __init__(self, harness: Harness, num_steps: int) -> None:
         """Create it with `num_steps` steps allowed."""
         self._steps = threading.Semaphore(num_steps)
-        self._dispatch = harness.runner.dispatch
-        harness.runner.dispatch = self._held  # type: ignore[method-assign]
+        self._launch = harness.runner.launch
+        harness.runner.launch = self._held  # type: ignore[method-assign]
 
     def let(self, num_steps: int) -> None:
         """Allow `num_steps` more steps."""
@@ -59,7 +59,7 @@ class Brake:
 
     def _held(self, plan: Any) -> Any:
         assert self._steps.acquire(timeout=TIMEOUT_S), "no further step was allowed"
-        return self._dispatch(plan)
+        return self._launch(plan)
 
 
 type Parts = tuple[Engine, Tokenizer | None, EngineInfo]

@@ -20,7 +20,6 @@ from tests.server.faults.served import ROOT
 
 def main() -> None:
     """Serve until a signal ends it, with the flags of the command line; then exit the process."""
-    spawn._WORKER = "tests.server.faults.worker"
     AsyncEngine.start = staticmethod(_start)  # type: ignore[method-assign, assignment]
     serve.define_flags()
     run(serve.main)
@@ -28,7 +27,7 @@ def main() -> None:
 
 def _start(model: str, *, history: str, **_: Any) -> AsyncEngine:
     greeting = Start(model, "auto", history, "normal", EngineConfig(), False)
-    return AsyncEngine(functools.partial(spawn.ProcessHandle.begin, greeting))
+    return AsyncEngine(functools.partial(spawn.ProcessHandle.begin, greeting, "tests.server.faults.worker"))
 
 
 def started(before: str, *flags: str, **more: Any) -> subprocess.Popen[str]:

@@ -28,7 +28,7 @@ from pensieve_jax.server.main import bind, serve
 from tests.server.faults import worker
 from tests.server.faults.worker import FORKS
 
-spawn._WORKER = "tests.server.faults.worker"
+WORKER = "tests.server.faults.worker"
 
 
 class ForkServer:
@@ -107,7 +107,8 @@ def main(history: str, port: str, keys_file: str | None = None) -> int:
     greeting = Start("fake", "auto", str(Path(history).absolute()), "normal", EngineConfig(), False)
     settings = ServerSettings(api_keys_file=keys_file, max_in_flight_per_key=1000)
     keys = ApiKeys(keys_file)
-    begin = ForkServer().begin if FORKS in os.environ else spawn.ProcessHandle.begin
+    own_process = functools.partial(spawn.ProcessHandle.begin, worker=WORKER)
+    begin = ForkServer().begin if FORKS in os.environ else own_process
     return serve(
         lambda: AsyncEngine(
             functools.partial(begin, greeting),

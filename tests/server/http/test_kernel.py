@@ -330,6 +330,46 @@ def test_keys_have_owners(tmp_path):
     assert owner("Bearer key-a") == wrong
 
 
+@pytest.mark.parametrize(
+    ("headers", "owner"),
+    [
+        ({"x-api-key": "key-a"}, "alice"),
+        ({"x-api-key": "key-a", "authorization": "Bearer key-b"}, "bob"),
+        ({"x-api-key": "key-a", "authorization": "Bearer other"}, "alice"),
+        ({"x-api-key": "key-a", "authorization": "Basic key-b"}, "alice"),
+        ({"x-api-key": "other", "authorization": "Bearer key-b"}, "bob"),
+        ({"x-api-key": "other"}, None),
+        ({"x-api-key": ""}, None),
+    ],
+)
+def test_a_key_may_be_sent_as_x_api_key(tmp_path, headers, owner):
+    path = keys_file(tmp_path, alice="key-a", bob="key-b")
+    harness = Harness(ROUTES, settings=ServerSettings(host="0.0.0.0", api_keys_file=str(path)))
+    status, _, raw = run(ask(harness, "GET", "/things/a", headers=headers))
+    assert (json.loads(raw)["owner"] if status == 200 else None) == owner
+
+
+def test_a_route_has_the_errors_of_its_api():
+    """Also those of requests that reach no handler, and of unexpected exceptions."""
+
+    def reply(error: ApiError, request_id: str):
+        return json_reply({"other": error.code, "id": request_id}, error.status, error.headers)
+
+    routes = [*ROUTES, Route("POST", "/mine", unexpected, error_reply=reply)]
+    harness = Harness(routes)
+    asked = [
+        ("POST", {}, {}, 500, "internal_error"),
+        ("GET", None, {}, 405, "method_not_allowed"),
+        ("POST", {}, {"host": "elsewhere.example"}, 403, "unknown_host"),
+        ("POST", {}, {"content-type": "text/plain"}, 415, "unsupported_media_type"),
+    ]
+    for method, body, headers, status, code in asked:
+        found, headers_out, raw = run(ask(harness, method, "/mine", body, {"x-request-id": "r-1"} | headers))
+        assert (found, json.loads(raw)) == (status, {"other": code, "id": "r-1"})
+        assert headers_out["request-id"] == headers_out["x-request-id"] == "r-1"
+    assert json.loads(run(ask(harness, "GET", "/unexpected"))[2])["error"]["code"] == "internal_error"
+
+
 @pytest.mark.parametrize("text", ["alice\n", "alice:12\n", "a b:" + "0" * 64, "", "# none\n", "sk-secret\n"])
 def test_an_invalid_keys_file_keeps_the_old_keys_and_its_lines_are_not_shown(tmp_path, text):
     path = keys_file(tmp_path, alice="a")

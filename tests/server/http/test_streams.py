@@ -260,13 +260,16 @@ def test_a_comment_comes_after_the_heartbeat(silent_s, is_broken):
 
     async def scenario():
         async with asyncio.timeout(None) as open_:
-            writer = _Writer(send, Events(Source().events(), heartbeat_s=4.0, stall_timeout_s=8.0), open_)
+            events = Events(
+                Source().events(), heartbeat_s=4.0, stall_timeout_s=8.0, heartbeat=b"event: ping\n\n"
+            )
+            writer = _Writer(send, events, open_)
             writer._loop = timer = FakeTimer()
             writer._last_write_s = timer.now_s - silent_s
             writer._check_timer()
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            assert len(written) == is_broken and timer.delays_s == [1.0]
+            assert written == [b"event: ping\n\n"] * is_broken and timer.delays_s == [1.0]
             assert writer._last_write_s == timer.now_s - (0.0 if is_broken else silent_s)
             writer.stop()
 

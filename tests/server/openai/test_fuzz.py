@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve_jax.server.anthropic.schemas import CountTokensBody, MessagesBody
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.settings import ServerSettings
@@ -30,10 +31,17 @@ VALID = {
     "/v1/completions": {"model": MODEL, "prompt": "Hello"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/pensieve/push_out": {"response_id": "resp_" + "0" * 32},
     "/v1/pensieve/forget_state": {"response_id": "resp_" + "0" * 32},
 }
-BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+}
 FIELDS = {
     path: sorted({*body.__struct_fields__, *body.UNSUPPORTED, *body.IGNORED}) for path, body in BODIES.items()
 }
@@ -47,6 +55,9 @@ MEANT = {
     "max_tokens": [1, 5],
     "max_completion_tokens": [1, 5],
     "stop": ["o", ["k", "o"]],
+    "stop_sequences": [["k", "o"]],
+    "system": ["Be brief.", [{"type": "text", "text": "Be brief."}]],
+    "thinking": [{"type": "adaptive"}],
     "seed": [-1, 5],
     "temperature": [0, 1.5],
     "top_p": [0.5],
@@ -61,8 +72,10 @@ PATHS = tuple((route.method, route.path) for route in ROUTES)
 HEADERS = (
     *("content-type", "authorization", "host", "x-request-id", "origin", "accept", "content-length"),
     *("idempotency-key", "x-stainless-retry-count", "cookie", "transfer-encoding", "x-ignored-fields"),
+    *("x-api-key", "anthropic-version", "anthropic-beta"),
 )
 SHAPES = {"message", "type", "param", "code"}
+ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 class Chooser(random.Random):
@@ -165,14 +178,19 @@ async def run_case(server: StoredServer, chooser: Chooser, seen: Seen) -> None:
     assert all("\n" not in value and "\r" not in value for value in answered.values()), case
     if status >= 400 and method != "HEAD":
         error = json.loads(raw)["error"]
-        assert error.keys() == SHAPES and error["message"] and error["code"], case
-        assert error["param"] is None or isinstance(error["param"], str), case
-        if status == 400 and error["param"]:
-            seen.refused.add((path, re.split(r"[.\[]", error["param"])[0]))
+        if where.partition("?")[0] in ANTHROPIC:
+            assert error.keys() == {"type", "message", "details"} and error["details"]["error_code"], case
+            param = error["details"]["param"]
+        else:
+            assert error.keys() == SHAPES and error["code"], case
+            param = error["param"]
+        assert error["message"] and (param is None or isinstance(param, str)), case
+        if status == 400 and param:
+            seen.refused.add((path, re.split(r"[.\[]", param)[0]))
     if status == 200:
         seen.answered.add((method, path))
     seen.statuses[status] += 1
-    seen.num_streams += raw.startswith(b"data:")
+    seen.num_streams += raw.startswith((b"data:", b"event:"))
 
 
 def run_cases(path: Path, count: int) -> Seen:

@@ -13,7 +13,7 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.text import ChatFormat, Tokenizer, byte_tokenizer
+from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer, byte_tokenizer
 from tests.engine.oracles import FakeBench, TurnFacts
 from tests.server.engine_process.fakes import FakeEngines, fake_engine
 from tests.server.fakes import Harness
@@ -39,7 +39,7 @@ class FakeModelServer(LiveServer):
         self.engines = FakeEngines(self._path)
         engine = await stack.enter_async_context(fake_engine(self.engines))
         reader = stack.enter_context(HistoryReader(self._path, fingerprint="test"))
-        resolver = Resolver(tokenizer(), "test", TurnIndex(HistoryTurns(reader)))
+        resolver = Resolver(tokenizer(), "test", TurnIndex(HistoryTurns(reader, ReplyReader(tokenizer()))))
         parts = {"tokenizer": tokenizer(), "resolver": resolver, "history": reader}
         self.harness = Harness([], engine, **parts)  # type: ignore[arg-type]
         return self.harness.services

@@ -41,6 +41,17 @@ async def front():
         listener.close()
 
 
+@asynccontextmanager
+async def one_stream():
+    """Open a stream over which one message has come."""
+    async with front() as (listener, links, address):
+        link, inbox = await links.to(address), listener.open()
+        with link.stream(inbox.number) as stream:
+            await stream.send(b"begun")
+            assert await inbox.take() == b"begun"
+            yield listener, link, inbox, stream
+
+
 async def all_of(inbox):
     found = []
     while (message := await inbox.take()) is not None:
@@ -228,27 +239,21 @@ def test_a_sender_that_is_cancelled_while_connecting_leaves_the_connection_to_ot
 
 def test_senders_wait_for_a_front_end_that_does_not_read():
     async def work():
-        async with front() as (listener, links, address):
-            link, inbox = await links.to(address), listener.open()
-            with link.stream(inbox.number) as stream:
-                link.pause_writing()
-                sending = asyncio.ensure_future(stream.send(b"later"))
-                await asyncio.sleep(0)
-                assert not sending.done()
-                link.resume_writing()
-                await sending
-                assert await inbox.take() == b"later"
+        async with one_stream() as (_, link, inbox, stream):
+            link.pause_writing()
+            sending = asyncio.ensure_future(stream.send(b"later"))
+            await asyncio.sleep(0)
+            assert not sending.done()
+            link.resume_writing()
+            await sending
+            assert await inbox.take() == b"later"
 
     run(work())
 
 
 def test_both_ends_detect_a_silent_peer():
     async def work():
-        async with front() as (listener, links, address):
-            link, inbox = await links.to(address), listener.open()
-            with link.stream(inbox.number) as stream:
-                await stream.send(b"here")
-                await inbox.take()
+        async with one_stream() as (listener, link, *_):
             (connection,) = listener._connections
             for transport in (link._transport, connection._transport):
                 found = transport.get_extra_info("socket")
@@ -278,11 +283,7 @@ def test_a_connection_without_a_greeting_is_dropped():
 
 def test_a_connection_with_the_token_need_not_send_it_in_time_again():
     async def work():
-        async with front() as (listener, links, address):
-            link, inbox = await links.to(address), listener.open()
-            with link.stream(inbox.number) as stream:
-                await stream.send(b"begun")
-                assert await inbox.take() == b"begun"
+        async with one_stream() as (listener, *_):
             (connection,) = listener._connections
             assert connection.is_known and connection._deadline.cancelled()
 
@@ -293,14 +294,10 @@ def test_a_frame_that_is_too_long_ends_the_connection(monkeypatch):
     monkeypatch.setattr("pensieve_jax.server.engine_process.wire.MAX_FRAME_BYTES", 1000)
 
     async def work():
-        async with front() as (listener, links, address):
-            link, inbox = await links.to(address), listener.open()
-            with link.stream(inbox.number) as stream:
-                await stream.send(b"begun")
-                assert await inbox.take() == b"begun"
-                await stream.send(bytes(2000))
-                with pytest.raises(EngineDiedError):
-                    await inbox.take()
+        async with one_stream() as (_, _, inbox, stream):
+            await stream.send(bytes(2000))
+            with pytest.raises(EngineDiedError):
+                await inbox.take()
 
     run(work())
 

@@ -34,6 +34,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import (
@@ -538,6 +539,7 @@ class _Job(msgspec.Struct):
     prompt_token_ids: list[int]
     messages: list[dict[str, Any]]
     keep: int | None = None
+    template_input: TemplateInput = NO_INPUT
 
 
 def encode_job(spec: TurnSpec, draft: ResponseDraft) -> bytes:
@@ -550,6 +552,7 @@ def encode_job(spec: TurnSpec, draft: ResponseDraft) -> bytes:
         prompt_token_ids=list(spec.prompt_token_ids),
         messages=[dict(message) for message in spec.messages or ()],
         keep=spec.keep,
+        template_input=spec.template_input,
     )
     return msgspec.msgpack.encode(job)
 
@@ -562,7 +565,14 @@ def decode_job(job: bytes) -> tuple[TurnSpec, ResponseDraft]:
     kept = msgspec.msgpack.decode(job, type=_Job)
     node = replace(kept.node, attachment=kept.draft)
     messages = tuple(kept.messages)
-    spec = TurnSpec(kept.prompt_token_ids, kept.params, messages=messages, node=node, keep=kept.keep)
+    spec = TurnSpec(
+        kept.prompt_token_ids,
+        kept.params,
+        messages=messages,
+        node=node,
+        keep=kept.keep,
+        template_input=kept.template_input,
+    )
     return spec, kept.draft
 
 

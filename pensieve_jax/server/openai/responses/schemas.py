@@ -136,6 +136,10 @@ class CreateResponse(ContextFields, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, float] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     seed: Seed | None = None
     user: str | None = None
@@ -199,6 +203,8 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
         "previous_response_id": body.previous_response_id,
         "metadata": body.metadata or {},
         "top_logprobs": body.top_logprobs or 0,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "parallel_tool_calls": body.parallel_tool_calls is not False,

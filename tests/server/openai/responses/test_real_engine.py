@@ -16,6 +16,7 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.text import ReplyReader
 from pensieve_jax.text.loading import load_tokenizer
 from tests.server.conftest import engine_config
 from tests.server.fakes import Harness
@@ -41,7 +42,8 @@ class RealServer(LiveServer):
         info = self.real.info
         reader = stack.enter_context(HistoryReader(self._path, fingerprint=info.fingerprint))
         tokenizer = load_tokenizer(info.source)
-        resolver = Resolver(tokenizer, info.fingerprint, TurnIndex(HistoryTurns(reader)))
+        index = TurnIndex(HistoryTurns(reader, ReplyReader(tokenizer)))
+        resolver = Resolver(tokenizer, info.fingerprint, index)
         parts: dict[str, Any] = {"tokenizer": tokenizer, "resolver": resolver, "history": reader}
         self.harness = Harness([], engine, **parts)
         self.harness.services.now_s = time.time

@@ -1,0 +1,120 @@
+"""A runner that lets another one compute, and chooses the tokens by a script.
+
+Owns: the ids behind each page, read back as the context of a row, and the narrowing of a choice to one id.
+Does not know: texts, which `Writer` has.
+
+The other runner computes every step, with its pages, masks and log-probabilities. Only one id is left to each
+of its choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pensieve_jax import ConfigError
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.engine.runner import Progress
+from pensieve_jax.engine.transfers import Transfers
+from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
+from pensieve_lab.scripted.writer import Writer
+
+
+class ScriptedHandle(NamedTuple):
+    """A step in flight; `token_ids` i32[S] are the script's, -1 for rows without a sample."""
+
+    inner: Any
+    token_ids: np.ndarray
+
+
+class ScriptedRunner:
+    """Wrapper that forwards to `inner`.
+
+    Attributes:
+      layouts, transfers: the runner's.
+    """
+
+    def __init__(self, inner: ModelRunner, writer: Writer, *, page_size: int, num_pages: int) -> None:
+        """Wrap a runner whose pools have `num_pages` pages of `page_size` tokens, the dummy page included."""
+        self.layouts: Mapping[int, PlanLayout] = inner.layouts
+        self.transfers: Transfers = inner.transfers
+        self._inner = inner
+        self._writer = writer
+        self._page_size = page_size
+        self._ids = np.zeros(num_pages * page_size, np.int32)
+        self._prev_ids = np.zeros(0, np.int32)
+
+    @property
+    def num_compilations(self) -> int:
+        return self._inner.num_compilations
+
+    def fill_tiles(self, plan: StepPlan) -> None:
+        self._inner.fill_tiles(plan)
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        self._inner.warm_up(progress)
+
+    def memory_analysis(self) -> dict[str, Any]:
+        return self._inner.memory_analysis()
+
+    def reset(self) -> None:
+        self._prev_ids = np.zeros(0, np.int32)
+        self._inner.reset()
+
+    def dispatch(self, plan: StepPlan) -> ScriptedHandle:
+        token_ids = self._choose(plan)
+        handle = self._inner.dispatch(plan)
+        # The next step reads the ids of this one on the device.
+        self._inner._prev_ids = jax.device_put(np.maximum(token_ids, 0), self._inner._prev_ids.sharding)
+        return ScriptedHandle(handle, token_ids)
+
+    def fetch(self, handle: ScriptedHandle) -> StepResult:
+        result = self._inner.fetch(handle.inner)
+        return result._replace(token_ids=np.where(handle.token_ids >= 0, handle.token_ids, result.token_ids))
+
+    def _choose(self, plan: StepPlan, words: np.ndarray | None = None) -> np.ndarray:
+        """Return i32[S]: the script's id of every sample; `words` has a bit for each id that is allowed."""
+        num_tokens, num_rows = int(plan.cu_q_lens[-1]), int(plan.num_rows[0])
+        token_ids = plan.token_ids[:num_tokens].copy()
+        from_prev = plan.prev_samples[:num_tokens] >= 0
+        token_ids[from_prev] = self._prev_ids[plan.prev_samples[:num_tokens][from_prev]]
+        self._ids[plan.write_slots[:num_tokens]] = token_ids
+        chosen = np.full(plan.layout.max_num_samples, -1, np.int32)
+        for sample in range(int(plan.num_samples[0])):
+            row = int(np.searchsorted(plan.cu_q_lens[1 : num_rows + 1], plan.sample_tokens[sample], "right"))
+            allowed = _Allowed(plan.banned_ids[sample], None if words is None else words[sample])
+            chosen[sample] = self._writer.next_id(self._context(plan, row), allowed)
+        self._prev_ids = chosen
+        return chosen
+
+    def _context(self, plan: StepPlan, row: int) -> list[int]:
+        """Return all ids up to the last token of a row."""
+        num_pages = -(-int(plan.kv_lens[row]) // self._page_size)
+        pages = plan.page_indices[row, :num_pages].astype(np.int64)
+        slots = (pages[:, None] * self._page_size + np.arange(self._page_size)).reshape(-1)
+        context: list[int] = self._ids[slots[: plan.kv_lens[row]]].tolist()
+        return context
+
+
+class _Allowed:
+    """Which ids a row may choose."""
+
+    def __init__(self, banned_ids: np.ndarray, words: np.ndarray | None) -> None:
+        """Take i32[B] banned ids, and i32[ceil(V / 32)] words or None."""
+        self._banned_ids = frozenset(banned_ids.tolist())
+        self._words = words
+
+    def __call__(self, token_id: int) -> bool:
+        """Return whether the id may be chosen."""
+        if token_id in self._banned_ids:
+            return False
+        return self._words is None or bool(self._words[token_id // 32] >> (token_id % 32) & 1)
+
+
+def check_without_host_tier(cpu_pages: int) -> None:
+    """Raise ConfigError for a host tier, whose copies would leave the script's ids behind."""
+    if cpu_pages:
+        raise ConfigError("cache.cpu_pages", cpu_pages, "0 with a scripted model", "give --cpu_pages=0")

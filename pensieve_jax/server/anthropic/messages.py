@@ -1,0 +1,183 @@
+"""The routes POST /v1/messages and /v1/messages/count_tokens.
+
+Owns: the steps of a message, and its response, whole and as a stream of events.
+Does not know: how a context is resolved, how turns run, or the form of blocks and errors.
+
+A client sends all messages of a conversation each time, as to Chat Completions, and finds the same KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Final
+
+from pensieve_jax.core.errors import InvalidRequestError, PensieveError
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.sampling_params import MESSAGES, SamplingParams, taken_fields
+from pensieve_jax.server.anthropic.context import context_of
+from pensieve_jax.server.anthropic.errors import error_body, error_reply
+from pensieve_jax.server.anthropic.models import VERSION_HEADER
+from pensieve_jax.server.anthropic.reply import (
+    MESSAGE_STOP,
+    NOT_ENDED,
+    PING,
+    BlockEvents,
+    content_of,
+    ending_of,
+    message_object,
+    named_event,
+    token_counts,
+    usage_of,
+)
+from pensieve_jax.server.anthropic.schemas import ContextFields, CountTokensBody, MessagesBody
+from pensieve_jax.server.http.app import Route
+from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
+from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
+from pensieve_jax.server.http.request import HttpRequest
+from pensieve_jax.server.turns.checks import check_model
+from pensieve_jax.server.turns.items import reply_id
+from pensieve_jax.server.turns.message_turns import MessageTurns
+from pensieve_jax.server.turns.run import RunningTurns, merged
+from pensieve_jax.server.turns.sampling import sampling_params
+
+_VERSIONS: Final = ("2023-06-01", "2026-10-21")
+"""Versions of the API. The second one differs in what it refuses; this server takes the fields of both."""
+
+
+async def create_message(call: HttpRequest) -> HttpResponse:
+    """Answer a list of messages with the next one."""
+    _check_version(call)
+    body = await call.decode(MessagesBody)
+    check_model(call.services, body.model)
+    message = await call.run_cpu(NewMessage, call, body)
+    running = await message.start()
+    if body.stream:
+        settings = call.services.settings
+        return Events(
+            message.events(running),
+            heartbeat_s=settings.heartbeat_s,
+            stall_timeout_s=settings.stall_timeout_s,
+            on_end=running.close,
+            heartbeat=PING,
+        )
+    try:
+        return json_reply(await message.whole(running))
+    finally:
+        await running.close()
+
+
+async def count_tokens(call: HttpRequest) -> HttpResponse:
+    """Answer a list of messages with the number of tokens of their context."""
+    _check_version(call)
+    body = await call.decode(CountTokensBody)
+    check_model(call.services, body.model)
+    context = await call.run_cpu(MessageContext, call, body)
+    return json_reply({"input_tokens": await context.num_tokens()})
+
+
+ROUTES: Final = (
+    Route("POST", "/v1/messages", create_message, error_reply=error_reply),
+    Route("POST", "/v1/messages/count_tokens", count_tokens, error_reply=error_reply),
+)
+
+
+def _check_version(call: HttpRequest) -> None:
+    """Raise ApiError for a version of the API with other forms; names of betas alone change nothing."""
+    version = call.headers.get(VERSION_HEADER)
+    if version is not None and version not in _VERSIONS:
+        sentence = f"{VERSION_HEADER} is {version[:20]!r}; it must be {' or '.join(_VERSIONS)}."
+        raise invalid_value(VERSION_HEADER, sentence)
+
+
+class MessageContext:
+    """The context of one request."""
+
+    def __init__(self, call: HttpRequest, body: ContextFields) -> None:
+        """Check the decoded body as a whole; raise ApiError."""
+        body.check()
+        context = context_of(body)
+        call.notes.ignored_fields += context.ignored
+        self._paths = context.paths
+        self._turns = MessageTurns(call, context.messages, paths=context.paths)
+
+    async def num_tokens(self) -> int:
+        """Return the number of tokens; raise ApiError."""
+        try:
+            return await self._turns.num_context_tokens()
+        except InvalidRequestError as error:
+            raise self._as_api_error(error) from error
+
+    def _as_api_error(self, error: BaseException) -> ApiError:
+        """Return the error response for an exception, with the client's names of fields."""
+        paths = {f"messages[{index}]": path for index, path in enumerate(self._paths)}
+        return as_api_error(error, {"prompt": "messages", "stop": "stop_sequences", **paths})
+
+
+class NewMessage(MessageContext):
+    """One message to create, from its context to its response."""
+
+    def __init__(self, call: HttpRequest, body: MessagesBody) -> None:
+        """Check the decoded body as a whole; raise ApiError."""
+        super().__init__(call, body)
+        self._body = body
+        self._services = call.services
+        self._wait = call.unless_gone
+        self._request_id = call.notes.request_id
+
+    async def start(self) -> RunningTurns:
+        """Wait for a ticket and submit the turn; raise ApiError."""
+        try:
+            return await self._turns.start(self._params, max_tokens=self._body.max_tokens)
+        except InvalidRequestError as error:
+            raise self._as_api_error(error) from error
+
+    async def whole(self, running: RunningTurns) -> dict[str, Any]:
+        """Wait for the reply and return the message; raise its failure."""
+        try:
+            (output,) = await self._wait(running.results())
+        except InvalidRequestError as error:
+            raise self._as_api_error(error) from error
+        self._turns.record_usage([output])
+        return self._object(content_of(output.text), self._ending(output), usage_of(output.usage))
+
+    async def events(self, running: RunningTurns) -> AsyncGenerator[bytes]:
+        """Yield the events of the reply; a failure becomes an error event.
+
+        The first event has the tokens that are expected in the cache, the last ones those that were there.
+        """
+        context = self._turns.contexts[0]
+        counts = token_counts(len(context.prompt_token_ids), context.keep) | {"output_tokens": 0}
+        yield named_event("message_start", message=self._object([], NOT_ENDED, counts))
+        blocks = BlockEvents()
+        try:
+            async with aclosing(merged(running.turns)) as deltas:
+                async for _, delta in deltas:
+                    for data in blocks.feed(delta.text) if delta is not None else blocks.end():
+                        yield data
+        except (ApiError, PensieveError) as error:
+            body = error_body(self._as_api_error(error), self._request_id)
+            yield event(encode_json(body), "error")
+            return
+        output = running.turns[0].output
+        assert output is not None
+        self._turns.record_usage([output])
+        yield named_event("message_delta", delta=self._ending(output), usage=usage_of(output.usage))
+        yield MESSAGE_STOP
+
+    # Private methods
+
+    def _params(self, room: int) -> list[SamplingParams]:
+        """Return the parameters of the turn; the engine shortens a reply that has no `room`."""
+        body = self._body
+        given = {name: getattr(body, name) for name in taken_fields(MESSAGES)} | {"stop": body.stop_sequences}
+        return [sampling_params(self._services.defaults, given, max_tokens=body.max_tokens)]
+
+    def _ending(self, output: Output) -> dict[str, Any]:
+        return ending_of(output, self._body.max_tokens)
+
+    def _object(
+        self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]
+    ) -> dict[str, Any]:
+        message_id = reply_id(self._turns.contexts[0].node.turn_id)
+        return message_object(message_id, self._services.model_name, content, ending, usage)

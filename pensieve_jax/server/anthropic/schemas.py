@@ -1,0 +1,150 @@
+"""The request bodies of the Messages API.
+
+Owns: their fields, the content blocks of messages, and which fields are rejected or ignored.
+Does not know: turns, templates, responses. Called by the other modules of `server.anthropic`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Literal
+
+from pensieve_jax.core.sampling_params import MESSAGES, refused_fields
+from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.http.errors import unsupported
+from pensieve_jax.server.turns.sampling import (
+    MISSPELLED,
+    UNSUPPORTED_SAMPLING,
+    UNSUPPORTED_TEMPLATE,
+    Seed,
+    Tokens,
+)
+
+_CLEAR_THINKING: Final = "clear_thinking_20251015"
+
+
+class TextBlock(Body):
+    """A text of a message or of the system prompt."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"type", "cache_control", "citations"})
+
+    text: str
+
+
+class MessageParam(Body):
+    """A message, with a text or with content blocks. Blocks are converted one by one, by their type."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Any]
+
+
+class ThinkingConfig(Body):
+    """Whether the model may think before it answers."""
+
+    type: Literal["enabled", "adaptive", "disabled", "between_tools"]
+
+
+class ContextEdit(Body):
+    """An edit of the context before the model reads it."""
+
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(Body):
+    """Edits of the context."""
+
+    edits: list[ContextEdit] | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for an edit that would change the context."""
+        for index, edit in enumerate(self.edits or ()):
+            at = f"context_management.edits[{index}]"
+            if edit.type != _CLEAR_THINKING:
+                raise unsupported(f"{at}.type", "the context is what the messages say")
+            if edit.keep != "all":
+                raise unsupported(f"{at}.keep", "no reasoning is removed", ("all",))
+
+
+class OutputConfig(Body):
+    """How much effort a reply takes, and its format."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ()}
+
+
+class ContextFields(Body, kw_only=True):
+    """The request fields that determine the context of a reply; counting tokens needs no others."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED_TEMPLATE,
+        "tools": ([],),
+        "tool_choice": ({"type": "auto"}, {"type": "none"}),
+        "mcp_servers": ([],),
+        "container": (),
+        "thread": (),
+        "compaction": (),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    MISPLACED: ClassVar[Mapping[str, str]] = {
+        "input": "Use messages, or /v1/responses.",
+        "instructions": "Use system, or /v1/responses.",
+        "previous_response_id": "Use /v1/responses; requests of this route contain all messages.",
+        "conversation": "Use /v1/responses; requests of this route contain all messages.",
+    }
+    OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset({"tools"})
+
+    messages: list[MessageParam]
+    model: str | None = None
+    system: str | list[Any] | None = None
+    thinking: ThinkingConfig | None = None
+    context_management: ContextManagement | None = None
+    output_config: OutputConfig | None = None
+
+    def check(self) -> None:
+        """Raise ApiError for fields whose effect is missing."""
+        if self.context_management is not None:
+            self.context_management.check()
+
+
+class CountTokensBody(ContextFields, kw_only=True):
+    """The request body that `POST /v1/messages/count_tokens` takes."""
+
+
+class MessagesBody(ContextFields, kw_only=True):
+    """The request body that `POST /v1/messages` takes. `seed` is an addition to Anthropic's fields."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED_SAMPLING,
+        **ContextFields.UNSUPPORTED,
+        **refused_fields(MESSAGES),
+        "n": (1,),
+        "logprobs": (False, 0),
+        "top_logprobs": (0,),
+        "output_format": (),
+        "speed": ("standard",),
+        "service_tier": ("auto", "standard_only"),
+        "inference_geo": ("global",),
+        "fallbacks": ([],),
+        "billing_policy": (),
+    }
+    IGNORED: ClassVar[frozenset[str]] = ContextFields.IGNORED | {
+        *("metadata", "diagnostics", "user_profile_id", "workspace_id", "fallback_credit_token"),
+    }
+    MISPLACED: ClassVar[Mapping[str, str]] = {
+        **ContextFields.MISPLACED,
+        **{name: f"Use {ours}." for name, ours in MISSPELLED.items() if ours in ("max_tokens", "seed")},
+        **dict.fromkeys(
+            (*refused_fields(MESSAGES), "n", "logprobs", "top_logprobs"), "Use /v1/chat/completions."
+        ),
+        **dict.fromkeys(("stop", "stop_strings"), "Use stop_sequences."),
+        **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "Use max_tokens."),
+        "store": "Start the server with --chat_history=durable, or use /v1/chat/completions.",
+    }
+
+    max_tokens: Tokens
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: Seed | None = None

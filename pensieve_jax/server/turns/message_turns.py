@@ -1,0 +1,175 @@
+"""The turns of a request that sends all messages of its conversation, for every API with such requests.
+
+Owns: their admission, the turn that they continue from, what is stored with them, and their usage.
+Does not know: request schemas, or how a reply is written. Called by the handlers of `server.openai`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pensieve_jax.core.errors import ChatTemplateError
+from pensieve_jax.core.outputs import Output
+from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+from pensieve_jax.decoding.turn_spec import TurnSpec
+from pensieve_jax.history.server_tables.changes import ResponseDraft
+from pensieve_jax.server.async_engine import AsyncTurn
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
+from pensieve_jax.server.http.request import HttpRequest
+from pensieve_jax.server.turns.checks import (
+    check_num_tokens,
+    commit_context,
+    context_token_limit,
+    template_error,
+)
+from pensieve_jax.server.turns.items import item_of
+from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
+from pensieve_jax.server.turns.sampling import completion_usage
+from pensieve_jax.server.turns.stored import completion_echo, stored_draft
+from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.text import Message
+from pensieve_jax.text.messages import num_characters
+
+type ParamsOf = Callable[[int], Sequence[SamplingParams]]
+"""Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
+
+
+class MessageTurns:
+    """The turns of one request: one for each reply, as siblings after the same messages.
+
+    Attributes:
+      contexts: one for each reply, once `start` has found what the messages continue from.
+    """
+
+    def __init__(
+        self,
+        call: HttpRequest,
+        messages: Sequence[Message],
+        *,
+        num_replies: int = 1,
+        store: bool | None = None,
+        metadata: Mapping[str, str] | None = None,
+        template_input: TemplateInput = NO_INPUT,
+        paths: Sequence[str] | None = None,
+        is_new: bool = False,
+    ) -> None:
+        """Prepare the turns of a request.
+
+        Args:
+          call: the request.
+          messages: the whole context, of well-formed messages.
+          num_replies: number of replies to the messages.
+          store: whether the turns are stored in the history; None does what the server's settings say.
+          metadata: what is stored with them.
+          template_input: what the chat template gets beside the messages.
+          is_new: whether the whole context is computed as the prompt of a new tree, whatever it could
+            continue from.
+          paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
+        """
+        self.contexts: list[ResolvedContext] = []
+        self._services = call.services
+        self._notes = call.notes
+        self._wait = call.unless_gone
+        self._owner = call.owner
+        self._messages = messages
+        self._num_characters = num_characters(messages)
+        self._template_input = template_input
+        self._num_replies = num_replies
+        self._metadata = metadata
+        self._paths = paths
+        self._is_new = is_new
+        is_durable = call.services.settings.chat_history == "durable"
+        self._is_durable = is_durable if store is None else store
+
+    async def start(self, params_of: ParamsOf, *, max_tokens: int | None) -> RunningTurns:
+        """Wait for a ticket and submit the turns; raise ApiError.
+
+        Args:
+          params_of: see `ParamsOf`.
+          max_tokens: limit of each reply if the client gave one.
+        """
+
+        async def start() -> Sequence[AsyncTurn]:
+            _, turns = await start_turns(
+                self._services.engine, self._find, partial(self._specs, params_of), run_cpu=self._run_cpu
+            )
+            return turns
+
+        return await run_turns(
+            self._services,
+            self._owner,
+            start,
+            num_turns=self._num_replies,
+            num_tokens=self._num_characters // 4,
+            max_tokens=max_tokens,
+            num_shared=self._num_replies,
+            wait=self._wait,
+        )
+
+    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Add the finished turns to the index, and return their usage as `completion_usage` does."""
+        for context, output in zip(self.contexts, outputs, strict=True):
+            if output.prompt_logprobs is not None and not context.node.durable:
+                continue  # the engine has forgotten it
+            commit_context(self._services, context, output)
+        usage = completion_usage([output.usage for output in outputs], len(outputs))
+        self._notes.counts |= usage
+        return usage
+
+    async def num_context_tokens(self) -> int:
+        """Return the number of tokens of the context, however long it is; raise ApiError."""
+        resolved = await self._run_cpu(partial(self._resolve, token_limit=None), Memory.ALL)
+        return resolved.num_context_tokens
+
+    # Private methods
+
+    async def _run_cpu(self, work: Callable[[Memory], ResolvedContext], memory: Memory) -> ResolvedContext:
+        messages = self._messages
+        estimate = WorkEstimate(is_long(self._num_characters, len(messages)), has_reply(messages))
+        return await self._services.run_cpu(self._owner, estimate, work, memory)
+
+    def _find(self, memory: Memory) -> ResolvedContext:
+        if memory is not Memory.ALL:
+            self._services.metrics.rebuilt("turn_lost")
+        if self._is_new:
+            memory = Memory.NONE
+        return self._resolve(memory, token_limit=context_token_limit(self._services))
+
+    def _resolve(self, memory: Memory, *, token_limit: int | None) -> ResolvedContext:
+        services = self._services
+        try:
+            return services.resolver.resolve(
+                self._owner,
+                self._messages,
+                epoch=services.engine.epoch,
+                durable=self._is_durable,
+                memory=memory,
+                token_limit=token_limit,
+                template_input=self._template_input,
+            )
+        except ChatTemplateError as error:
+            raise template_error(error, self._messages, "messages", self._paths) from error
+
+    def _specs(self, params_of: ParamsOf, resolved: ResolvedContext) -> list[TurnSpec]:
+        """Return one turn for each reply."""
+        services = self._services
+        check_num_tokens(services, resolved.num_context_tokens, "messages")
+        self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
+        room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        return [
+            context.spec(one, self._attachment(context, one))
+            for context, one in zip(self.contexts, params_of(room), strict=True)
+        ]
+
+    def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
+        """Return the record to commit with a turn that is stored, else None."""
+        node = context.node
+        if not node.durable:
+            return None
+        services = self._services
+        echo = completion_echo(services.model_name, params, self._metadata)
+        items = map(item_of, context.messages)
+        return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())

@@ -1,0 +1,378 @@
+"""Grammars over a model's tokens: from the form of a reply to the ids that may come next.
+
+Owns: the use of the library llguidance (the extra `structured`), the conversion of tokenizers for it, and the
+compiled grammars of one model.
+Does not know: requests, batches, devices, or which ids a turn's other options forbid.
+
+The library releases the interpreter's lock while it checks, compiles and fills a mask, so these can run in
+threads beside the engine's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from pensieve_jax.core.errors import (
+    GrammarFailedError,
+    GrammarTooComplexError,
+    InvalidRequestError,
+    UnsupportedGrammarError,
+)
+from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+MAX_KEPT: Final = 256
+_WORD_BITS: Final = 32
+_ESCAPE_OR_SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
+_MAX_MESSAGE: Final = 300
+_MAX_TRIAL_MASKS: Final = 8
+_HAS_LIBRARY: Final = importlib.util.find_spec("llguidance") is not None
+# A weak model can repeat white space without end, where any amount of it is valid.
+_WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
+# Words of the library's messages, for what it cannot hold and for what exceeds its limits.
+_UNSUPPORTED: Final = ("unimplemented", "not supported", "unknown format", "unsupported")
+_TOO_COMPLEX: Final = ("too complex", "too large", "too many", "max is", "exceeded", "limit", "fuel")
+
+
+def check_grammar(structured: StructuredOutput) -> None:
+    """Raise an error for a form that cannot be compiled for any model. This takes 1 ms, at most about 400.
+
+    Raises:
+      InvalidRequestError: the schema, expression or grammar is wrong.
+      UnsupportedGrammarError: it has a part that the library does not hold, or the library is missing.
+      GrammarTooComplexError: it exceeds the library's limits.
+    """
+    library = _library(structured)
+    is_error, messages = library.LLMatcher.validate_grammar_with_warnings(_source(structured), None)
+    if is_error:
+        raise _refusal(structured, messages[0] if messages else "it cannot be compiled")
+
+
+def schema_for_library(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    """Return a JSON schema with the library's options, as in `%json` of a Lark grammar.
+
+    They replace options in the schema itself, which could loosen it.
+    """
+    given = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
+    return {**given, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+
+
+class Grammars:
+    """The compiled grammars of one model; threads may share it.
+
+    The most recently used ones are kept, at most 256.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Compile for a model.
+
+        Args:
+          tokenizer: the model's tokenizer.
+          vocab_size: number of the model's ids, which can be more than the tokenizer's.
+          eos_token_ids: the model's end-of-sequence ids; at least one must be in the tokenizer's vocabulary.
+        """
+        self._tokenizer, self._vocab_size = tokenizer, max(vocab_size, tokenizer.vocab_size)
+        # The library refuses ids beyond the tokenizer's. Rows allow all ids that end a turn alike.
+        self._eos_token_ids = tuple(one for one in eos_token_ids if one < tokenizer.vocab_size)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Convert the tokenizer, if the library is installed; the first grammar does so otherwise."""
+        if _HAS_LIBRARY:
+            self._tokens  # noqa: B018
+
+    def kept(self, structured: StructuredOutput) -> Grammar | None:
+        """Return a grammar that was compiled before, or None."""
+        with self._lock:
+            found = self._kept.get(structured)
+            if found is not None:
+                self._kept.move_to_end(structured)
+            return found
+
+    def compile(self, structured: StructuredOutput) -> Grammar:
+        """Return a compiled grammar, whose first mask is known to be within the limits.
+
+        Raises the errors of `check_grammar`.
+        """
+        found = self.kept(structured)
+        if found is None:
+            found = self._compile(structured)
+            with self._lock:
+                self._kept[structured] = found
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return found
+
+    def _compile(self, structured: StructuredOutput) -> Grammar:
+        library = _library(structured)
+        if not self._eos_token_ids:
+            raise UnsupportedGrammarError(
+                "structured", structured.kind, "None for a model without an end-of-sequence id"
+            )
+        source = _source(structured)
+        if structured.after:
+            source = _behind(structured.after, source, self._mark_id(structured.after))
+        matcher = library.LLMatcher(self._tokens, source, log_level=0)
+        if matcher.is_error():
+            raise _refusal(structured, matcher.get_error())
+        self._try(structured, matcher.deep_copy())
+        return Grammar(matcher, self._num_words, self._eos_token_ids)
+
+    def _try(self, structured: StructuredOutput, matcher: llguidance.LLMatcher) -> None:
+        """Fill the first masks, behind text that the grammar forces as well; raise an error if one fails."""
+        words = np.zeros((1, self._num_words), np.int32)
+        for number in range(_MAX_TRIAL_MASKS):
+            _fill(matcher, words)
+            if matcher.is_error():
+                raise _refusal(structured, matcher.get_error())
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+            bits[list(self._eos_token_ids)] = 0
+            if not bits.any() or (number and not matcher.compute_ff_tokens()):
+                return
+            matcher.consume_token(int(bits.argmax()))
+            if matcher.is_stopped() and not matcher.is_error():
+                return
+            if "satisfy the grammar" in matcher.get_error():
+                raise UnsupportedGrammarError(
+                    f"structured.{structured.kind}", structured.text, "text that the model's tokens can spell"
+                )
+            if matcher.is_error():
+                raise _refusal(structured, matcher.get_error())
+
+    @functools.cached_property
+    def _tokens(self) -> llguidance.LLTokenizer:
+        import llguidance
+
+        eos = list(self._eos_token_ids)
+        try:
+            text = _without_prefix_space(self._tokenizer.as_json())
+            return llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+        except ValueError:  # a kind of tokenizer that the library does not read: give it each token's bytes
+            tokens: Any = llguidance.TokenizerWrapper(_TokenBytes(self._tokenizer, eos[0]))
+            return llguidance.LLTokenizer(tokens, n_vocab=self._vocab_size, eos_token=eos)
+
+    @property
+    def _num_words(self) -> int:
+        return -(-self._vocab_size // _WORD_BITS)
+
+    def _mark_id(self, mark: str) -> int | None:
+        """Return the id of a mark that is a control token to the library, or None."""
+        token_id = self._tokenizer.id_of(mark)
+        return token_id if token_id is not None and self._tokens.is_special_token(token_id) else None
+
+
+class Grammar:
+    """A compiled grammar, from which each turn gets a copy."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+        self._eos_token_ids = eos_token_ids
+
+    def row(self, ending_ids: Sequence[int], min_tokens: int) -> GrammarRow:
+        """Return the masks of a new turn that ends with one of `ending_ids`, not before `min_tokens`."""
+        return GrammarRow(
+            self._matcher.deep_copy(), self._num_words, self._eos_token_ids[0], ending_ids, min_tokens
+        )
+
+
+class GrammarRow:
+    """The masks of one turn with a grammar; see `engine.late_rows.LateRow`.
+
+    All ids that end the turn are allowed exactly where the grammar accepts the text so far, and nothing else
+    where it can only end. An id of `stop_token_ids` that is text is also allowed where the grammar allows
+    this text. Before `min_tokens`, ids that end the turn are allowed only if nothing else is.
+    """
+
+    waits: Final = True
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        num_words: int,
+        eos_token_id: int,
+        ending_ids: Sequence[int],
+        min_tokens: int,
+    ) -> None:
+        self._matcher = matcher
+        self._words = np.zeros((1, num_words), np.int32)
+        self._eos = divmod(eos_token_id, _WORD_BITS)
+        self._ending_ids = frozenset(ending_ids)
+        self._ending_words = np.zeros(num_words, np.uint32)
+        for token_id in self._ending_ids:
+            self._ending_words[token_id // _WORD_BITS] |= np.uint32(1 << token_id % _WORD_BITS)
+        self._min_tokens = min_tokens
+        self._num_accepted = 0
+        self._has_ended = False
+
+    def accept(self, token_id: int) -> None:
+        """Continue with the next id of the reply; raises GrammarFailedError."""
+        self._num_accepted += 1
+        if token_id in self._ending_ids:
+            self._has_ended = True
+        elif not self._has_ended and not self._matcher.consume_token(token_id):
+            raise self._failure()
+
+    def fill(self, words: np.ndarray) -> bool:
+        """Clear the bits of ids that may not come next; see `LateRow`. Raises GrammarFailedError."""
+        if self._has_ended:
+            return False  # the reply is complete; this row's id is discarded
+        matcher, found = self._matcher, self._words
+        if matcher.is_stopped():
+            if matcher.is_error():
+                raise self._failure()
+            found[0] = 0
+            accepts = True
+        else:
+            _fill(matcher, found)
+            if matcher.is_error():
+                raise self._failure()
+            word, bit = self._eos
+            accepts = bool(int(found[0, word]) >> bit & 1)
+        allowed, ending = found[0].view(np.uint32), self._ending_words
+        if self._num_accepted < self._min_tokens:
+            allowed &= ~ending
+            if accepts and not allowed.any():
+                allowed |= ending
+        elif accepts:
+            allowed |= ending
+        words &= found[0, : len(words)]
+        return True
+
+    def _failure(self) -> GrammarFailedError:
+        return GrammarFailedError(
+            f"the grammar failed after {self._num_accepted} tokens of the reply: "
+            f"{_shortened(self._matcher.get_error())}"
+        )
+
+
+class _TokenBytes:
+    """The tokens of a tokenizer as bytes, for a kind that the library does not read."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = tokenizer.bos_id
+        parts = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
+        # An id without text, or of an unknown part of a character, is one that no grammar can allow.
+        self.special_token_ids = [token_id for token_id, part in enumerate(parts) if not part]
+        self.tokens = [part or f"<[{token_id}]>".encode() for token_id, part in enumerate(parts)]
+        self._ids = {part: token_id for token_id, part in enumerate(parts) if part}
+        self._max_bytes = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return ids that spell a text, each the longest possible; the text is one that a grammar forces."""
+        token_ids, start = [], 0
+        while start < len(text):
+            for end in range(min(start + self._max_bytes, len(text)), start, -1):
+                token_id = self._ids.get(text[start:end])
+                if token_id is not None:
+                    token_ids.append(token_id)
+                    start = end
+                    break
+            else:
+                return token_ids  # no token spells this byte
+        return token_ids
+
+
+def _without_prefix_space(text: str) -> str:
+    """Return a tokenizer.json whose byte-level encoding adds no space before a text.
+
+    The library encodes text in the middle of a reply, where such a space would be wrong.
+    """
+    found = json.loads(text)
+    parts = [found["pre_tokenizer"] or {}]
+    while parts:
+        part = parts.pop()
+        parts += part.get("pretokenizers", ())
+        if part.get("type") == "ByteLevel":
+            part["add_prefix_space"] = False
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _library(structured: StructuredOutput) -> Any:
+    if not _HAS_LIBRARY:
+        raise UnsupportedGrammarError(
+            "structured", structured.kind, "None without llguidance", 'pip install "pensieve-jax[structured]"'
+        )
+    import llguidance
+
+    return llguidance
+
+
+def _fill(matcher: llguidance.LLMatcher, words: np.ndarray) -> None:
+    """Write the ids that may come next to `words`, i32[1, W]."""
+    from llguidance.numpy import fill_next_token_bitmask
+
+    fill_next_token_bitmask(matcher, words, 0)
+
+
+def _source(structured: StructuredOutput) -> str:
+    """Return a form as the library's own JSON."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    text = structured.text
+    match structured.kind:
+        case "json_schema":
+            return _grammars({"json_schema": schema_for_library(json.loads(text))})
+        case "json_object":
+            return _grammars({"json_schema": schema_for_library({"type": "object"})})
+        case "regex":
+            # "\d" is [0-9], as in other servers. A slash ends an expression of Lark, and the library's own
+            # escape of one loses a backslash before it.
+            pattern = regex_to_lark(_ESCAPE_OR_SLASH.sub(_without_slash, text), "d")
+            return _grammars({"lark_grammar": f"start: /{pattern}/"})
+        case "choice":
+            choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in structured.choices)
+            return _grammars({"lark_grammar": f"start: {choices}"})
+        case "grammar":
+            return _grammars({"lark_grammar": any_to_lark(text)})
+
+
+def _without_slash(found: re.Match[str]) -> str:
+    return r"\x2F" if found[0] in ("/", r"\/") else found[0]
+
+
+def _grammars(*parts: dict[str, Any]) -> str:
+    return json.dumps({"grammars": parts}, ensure_ascii=False)
+
+
+def _behind(mark: str, source: str, mark_id: int | None) -> str:
+    """Return a grammar that begins behind any text and a mark, and the white space behind that."""
+    (body,) = json.loads(source)["grammars"]
+    if mark_id is None:
+        reasoning = f"reasoning[suffix={json.dumps(mark, ensure_ascii=False)}]: /(.|\\n)*/"
+    else:
+        reasoning = f"reasoning: thought <[{mark_id}]>\nthought: /(.|\\n)*/"
+    rules = f"start: reasoning space @body\n{reasoning}\nspace: /[ \\t\\r\\n]{{0,16}}/"
+    return _grammars({"lark_grammar": rules}, {**body, "name": "body"})
+
+
+def _refusal(structured: StructuredOutput, message: str) -> InvalidRequestError:
+    """Return the error for a message of the library."""
+    short, lowered = _shortened(message), message.lower()
+    field, value = f"structured.{structured.kind}", structured.text
+    if any(words in lowered for words in _UNSUPPORTED):
+        return UnsupportedGrammarError(field, value, f"within what the grammar library holds ({short})")
+    if any(words in lowered for words in _TOO_COMPLEX):
+        return GrammarTooComplexError(field, value, f"simpler ({short})")
+    return InvalidRequestError(field, value, f"valid ({short})")
+
+
+def _shortened(message: str) -> str:
+    """Return the message without the library's dump of its state."""
+    first = message.split("<state>", 1)[0]
+    return " ".join(first.split())[:_MAX_MESSAGE]

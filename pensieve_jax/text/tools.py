@@ -1,0 +1,77 @@
+"""Function tools: their form, and the check that user input has this form.
+
+Owns: `Tool`, and what a well-formed list of them is.
+Does not know: templates, tool calls, or how a model writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.json_values import json_copy
+
+type Tool = dict[str, Any]
+"""A function tool as templates read it: {"type": "function", "function": {"name", "description",
+"parameters"}}."""
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
+_NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
+
+
+def check_tools(tools: object, field: str = "tools") -> tuple[Tool, ...]:
+    """Return well-formed function tools, each with the same keys in the same order.
+
+    So the same tools are written as the same text, whichever API they came from. `strict` is no text for the
+    model and left out. A function without `parameters` takes none.
+
+    Raises InvalidRequestError naming `field`, `field[i].type`, `field[i].function.name` and so on.
+    """
+    if not isinstance(tools, list | tuple):
+        raise InvalidRequestError(field, tools, "a list of function tools")
+    checked = tuple(_check_tool(tool, f"{field}[{index}]") for index, tool in enumerate(tools))
+    known: set[str] = set()
+    for index, name in enumerate(tool_names(checked)):
+        if name in known:
+            raise InvalidRequestError(
+                f"{field}[{index}].function.name", name, "a name that no other tool has"
+            )
+        known.add(name)
+    return checked
+
+
+def _check_tool(tool: object, field: str) -> Tool:
+    if not isinstance(tool, Mapping):
+        raise InvalidRequestError(field, tool, 'a dict such as {"type": "function", "function": {...}}')
+    if tool.get("type", "function") != "function":
+        raise InvalidRequestError(f"{field}.type", tool["type"], '"function"')
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(f"{field}.function", function, "a dict with name, description, parameters")
+    return function_tool(
+        function.get("name"), function.get("description"), function.get("parameters"), f"{field}.function"
+    )
+
+
+def function_tool(name: object, description: object, parameters: object, field: str) -> Tool:
+    """Return a function tool of these parts; raise InvalidRequestError naming `field.name` and so on."""
+    if not isinstance(name, str) or not _NAME.match(name):
+        limit = "1 to 128 letters, digits and characters of _ . : -"
+        raise InvalidRequestError(f"{field}.name", name, limit)
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        if not isinstance(description, str):
+            raise InvalidRequestError(f"{field}.description", description, "a string")
+        function["description"] = description
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequestError(f"{field}.parameters", parameters, "a JSON schema of an object")
+    # Templates read `parameters.properties`, and fail without it.
+    function["parameters"] = parameters or _NO_PARAMETERS
+    return {"type": "function", "function": json_copy(function, field)}
+
+
+def tool_names(tools: Sequence[Tool]) -> list[str]:
+    """Return the names of function tools, in order."""
+    return [tool["function"]["name"] for tool in tools]

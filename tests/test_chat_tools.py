@@ -1,0 +1,180 @@
+"""`chat` with tools, results, template arguments and prefills: what is rendered, stored and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve_jax import LLM, SamplingParams
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer, byte_tokenizer
+from pensieve_jax.text.replies import ReplyParts
+from tests.fake_llm import fake_llm
+from tests.text.tool_templates import TOOLS, call, result
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
+# A call is written as the text of its only argument.
+TEMPLATE = (
+    "{{ tools | length if tools else 0 }}{{ mood }}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments.text }}{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOKENIZER = Tokenizer(byte_tokenizer()._backend, eos_token="<eos>", chat_template=TEMPLATE)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def second_half_is_a_call(self: ReplyReader, text: str, template: TemplateInput) -> ReplyParts:
+    """Read the second half of a reply as a call, if there are tools."""
+    if not template.tools:
+        return ReplyParts(text)
+    half = len(text) // 2
+    return ReplyParts(text[:half], "", [("look_up", json.dumps({"text": text[half:]}))])
+
+
+def context_of(llm: LLM, name: str) -> str:
+    """Return the context of a conversation's last turn."""
+    record = llm.history(name)
+    num_reply = len(record.turns[-1].output_token_ids)
+    return TOKENIZER.decode_raw(record.token_ids.tolist()[:-num_reply])
+
+
+def reply_of(llm: LLM, name: str) -> dict[str, Any]:
+    """Return the last reply of a conversation as a message."""
+    turn = llm.history(name).turns[-1]
+    message = ReplyReader(TOKENIZER).message(
+        turn.output_text, turn.output_token_ids, turn.template_input, turn=str(turn.turn_index)
+    )
+    return dict(message)
+
+
+def test_a_loop_of_calls_in_a_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its context is the rendering of all messages, with the same tools, also after a restart."""
+    monkeypatch.setattr(ReplyReader, "parts", second_half_is_a_call)
+    path = tmp_path / "chats.sqlite"
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER, path=path)
+    messages: list[dict[str, Any]] = [user("what is a cat?")]
+    llm.chat(list(messages), PARAMS, conversation_id="a", tools=TOOLS, chat_template_kwargs={"mood": "!"})
+    expected = TemplateInput(TOOLS, {"mood": "!"})
+    for number in range(3):
+        reply = reply_of(llm, "a")
+        new = [
+            result(reply["tool_calls"][0]["id"], f"found {number}"),
+            {"role": "system", "content": "Go on."},
+        ]
+        llm.chat(new, PARAMS, conversation_id="a")
+        messages += [reply, *new]
+        whole = ChatFormat(TOKENIZER).token_ids(messages, template_input=expected)
+        assert context_of(llm, "a") == TOKENIZER.decode_raw(whole)
+        assert llm.history("a").turns[-1].template_input == expected
+        assert llm.history("a").turns[-1].messages == tuple(new)
+        if number == 1:
+            llm.close()
+            llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER, path=path)
+    llm.chat([user("thanks")], PARAMS, conversation_id="a", tools=[], chat_template_kwargs={})
+    assert context_of(llm, "a").startswith("0<|user|>")
+    assert llm.history("a").turns[-1].template_input == NO_INPUT
+    llm.close()
+
+
+def test_a_result_must_answer_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplyReader, "parts", second_half_is_a_call)
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    llm.chat([user("hi")], PARAMS, conversation_id="a", tools=TOOLS)
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat([result("call_other", "x")], PARAMS, conversation_id="a")
+    assert caught.value.field == "messages[0].tool_call_id"
+    llm.chat([user("so?")], PARAMS, conversation_id="a")
+    first = ReplyReader(TOKENIZER).message("ab", (), TemplateInput(TOOLS), turn="0")["tool_calls"][0]["id"]
+    llm.chat([result(first, "late")], PARAMS, conversation_id="a")
+    assert len(llm.history("a").turns) == 3
+
+
+def test_a_resent_loop_of_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplyReader, "parts", second_half_is_a_call)
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    llm.chat([user("one")], PARAMS, conversation_id="a", tools=TOOLS)
+    reply = reply_of(llm, "a")
+    answer = result(reply["tool_calls"][0]["id"], "x")
+    for resent, num_held in (([user("one"), reply, answer], 2), ([reply, answer], 0)):
+        if num_held:
+            with pytest.raises(InvalidRequestError, match=f"holds the first {num_held} of these"):
+                llm.chat(resent, PARAMS, conversation_id="a")
+    llm.chat([answer], PARAMS, conversation_id="a")
+    assert len(llm.history("a").turns) == 2
+
+
+def test_a_prefill_begins_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    messages = [user("hi"), {"role": "assistant", "content": "Sure, "}]
+    output = llm.chat(messages, PARAMS, conversation_id="a", continue_final_message=True)
+    assert context_of(llm, "a") == "0<|user|>hi<|end|><|assistant|>Sure, "
+    turn = llm.history("a").turns[0]
+    assert turn.messages == (user("hi"),) and turn.template_input == TemplateInput(prefill="Sure, ")
+    llm.chat([user("so")], PARAMS, conversation_id="a")
+    assert context_of(llm, "a").startswith(f"0<|user|>hi<|end|><|assistant|>Sure, {output.text}")
+    with llm.stream_chat(messages, PARAMS, continue_final_message=True) as stream:
+        list(stream)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("hi")],
+        [{"role": "assistant", "content": "Sure"}],
+        [user("hi"), {"role": "assistant", "content": "x", "tool_calls": [call("a", "f", "{}")]}],
+    ],
+)
+def test_what_cannot_be_continued(monkeypatch: pytest.MonkeyPatch, messages: list[dict[str, Any]]) -> None:
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    with pytest.raises(InvalidRequestError, match="continue_final_message"):
+        llm.chat(messages, PARAMS, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"chat_template_kwargs": {"moood": 1}}, "chat_template_kwargs.moood"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"mood": {1}}}, "chat_template_kwargs"),
+    ],
+)
+def test_options_that_cannot_be_rendered(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], field: str
+) -> None:
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.chat([user("hi")], PARAMS, **options)
+    assert caught.value.field == field
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.share_prefix([user("hi")], **options)
+    assert caught.value.field == field
+
+
+def test_several_conversations_have_the_same_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    llm.chat([[user("a")], [user("b")]], PARAMS, conversation_ids=["a", "b"], tools=TOOLS)
+    assert [context_of(llm, name)[0] for name in ("a", "b")] == ["2", "2"]
+
+
+def test_a_shared_prefix_brings_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    system = {"role": "system", "content": "Be kind. " * 10}
+    prefix = llm.share_prefix([system], tools=TOOLS, chat_template_kwargs={"mood": "?"})
+    llm.chat([user("a")], PARAMS, conversation_id="a", prefix=prefix)
+    llm.chat([user("b")], PARAMS, conversation_id="a")
+    assert context_of(llm, "a").startswith("2?<|system|>Be kind.")
+    with pytest.raises(InvalidRequestError, match="prefix"):
+        llm.chat([user("a")], PARAMS, conversation_id="b", prefix=prefix, tools=[])
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.share_prefix("text", tools=TOOLS)
+    assert caught.value.field == "tools"
