@@ -141,6 +141,15 @@ def test_a_prompt_of_text_is_scored_as_by_the_dense_reference(llm: LLM) -> None:
         history += token_ids
 
 
+def test_a_chat_goes_on_after_a_turn_without_a_reply(llm: LLM) -> None:
+    """The reply is empty, as one that was cut by its length; the template then writes its end."""
+    said = [{"role": "user", "content": "hi"}]
+    (first,) = [llm.chat(said, SamplingParams(max_tokens=0), conversation_id="silent")]
+    second = llm.chat(said, SHORT, conversation_id="silent")
+    assert (first.text, second.usage.output_tokens) == ("", 4)
+    assert prompt_of(llm, "silent", 1)[0] == END
+
+
 def test_the_example_of_the_page_about_prompts_runs(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

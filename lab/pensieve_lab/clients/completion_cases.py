@@ -168,8 +168,10 @@ async def continued(client: Any) -> None:
 
 @case(COMPLETIONS, "echo with logprobs")
 async def echoed(client: Any) -> None:
-    asked = {**CHAT, "max_tokens": 0, "prompt": "Hello you"}
-    made = await client.completions.create(**asked, echo=True, logprobs=2)
+    # The client's type of columns allows no null, but OpenAI sends null for the first token.
+    asked = {**CHAT, "max_tokens": 0, "prompt": "Hello you", "echo": True, "logprobs": 2}
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as lenient:
+        made = await lenient.completions.create(**asked)
     columns = made.choices[0].logprobs
     assert made.choices[0].text == "Hello you" and made.usage.completion_tokens == 0
     assert columns.token_logprobs[0] is None and None not in columns.token_logprobs[1:]
