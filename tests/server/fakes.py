@@ -197,6 +197,9 @@ def sampled(token_ids: Sequence[int]) -> Callable[[FakeTurn], None]:
         ending_ids = params.ending_ids(LIMITS.eos_token_ids)
         reply = ReplyTokens(params, ending_ids, params.max_tokens, byte_tokenizer())
         none = np.empty(0)
+        if params.max_tokens == 0:
+            turn.finish("length")
+            return
         for token_id in token_ids:
             num_pieces = len(reply.pieces)
             reason = reply.accept(token_id, 0.0, none, none)
