@@ -50,6 +50,11 @@ NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: l
 ALL_REDUCES = ("auto", "xla", "jax_triton")
 DECODE_MATMULS = ("auto", "xla")
 COST_CHOICES = ("auto", "analytic")
+TOOL_CALL_PARSERS = (
+    *("auto", "none", "hermes", "qwen3_xml", "llama3_json", "pythonic", "mistral", "mistral_v3"),
+    *("deepseek_v3", "deepseek_v31", "kimi_k2", "harmony"),
+)
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -353,6 +358,18 @@ class EngineConfig:
         TRUTH,
         "Keep a conversation's KV cache between turns. False frees it when a turn ends and recomputes the "
         "history with every turn, as the baseline of the paper's section 6 does.",
+    )
+    tool_call_parser: str = option(
+        "auto",
+        one_of(TOOL_CALL_PARSERS),
+        "Format in which the model writes tool calls. auto takes the one whose words the chat template has, "
+        "and none reads no calls.",
+    )
+    reasoning_parser: str = option(
+        "auto",
+        one_of(REASONING_PARSERS),
+        "Format in which the model marks its reasoning. auto takes the one whose words the chat template "
+        "has, and none leaves reasoning in the text.",
     )
     cache: CacheConfig = field(
         default_factory=CacheConfig, metadata=part(CacheConfig, "The KV cache of conversations.")

@@ -28,7 +28,7 @@ from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import ConversationInfo, ConversationRecord
 from pensieve_jax.model_source import DEFAULT_MODEL
-from pensieve_jax.prompts import ChatOptions, Messages, Prompt, PromptEncoder
+from pensieve_jax.prompts import ChatOptions, Messages, Prompt, PromptEncoder, parsers_of
 from pensieve_jax.stream import Stream, run_all
 
 
@@ -88,7 +88,7 @@ class LLM:
         self.tokenizer = parts.tokenizer
         self._runner = parts.runner
         self._parts = parts
-        self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations)
+        self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations, parsers_of(config))
 
     # Generating
 

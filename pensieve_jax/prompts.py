@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
 
+from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.errors import InvalidRequestError, TokenizerMissingError, UnknownConversationError
 from pensieve_jax.core.json_values import json_copy
 from pensieve_jax.core.outputs import one_each
@@ -34,6 +35,7 @@ from pensieve_jax.text import (
     num_messages_held,
 )
 from pensieve_jax.text.messages import call_ids, check_results
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
 type Messages = Sequence[Message]
 """Chat messages: dicts with `role` and `content`; see `text.messages.Message`."""
@@ -62,14 +64,21 @@ _SAME_OPTIONS = ChatOptions()
 class PromptEncoder:
     """The encoder of one model's prompts. Only one thread at a time may use it, as for the engine."""
 
-    def __init__(self, tokenizer: Tokenizer | None, conversations: Callable[[], ConversationTable]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        conversations: Callable[[], ConversationTable],
+        parsers: Parsers = AUTOMATIC,
+    ) -> None:
         """Encode for a model with or without a tokenizer.
 
         Args:
           tokenizer: the model's tokenizer; None supports token ids only.
           conversations: returns the current table of conversations; an engine makes a new one after an
             interrupt.
+          parsers: how replies are read; see `ChatFormat`.
         """
+        self._parsers = parsers
         self._tokenizer = tokenizer
         self._conversations = conversations
         self._chat_format: ChatFormat | None = None
@@ -135,9 +144,7 @@ class PromptEncoder:
         keep, token_ids = self._format().turn_prompt(
             earlier, known, new_messages, template_input=template_input
         )
-        return TurnSpec(
-            token_ids, params, conversation_id, new_messages, keep=keep, template_input=template_input
-        )
+        return self._chat_spec(token_ids, params, conversation_id, new_messages, template_input, keep=keep)
 
     def turns(
         self,
@@ -243,8 +250,31 @@ class PromptEncoder:
                 else "share the first messages instead of text or ids, as in "
                 'share_prefix([{"role": "system", "content": "..."}]), and send only the later messages',
             )
+        return self._chat_spec(
+            token_ids[num_shared:], params, conversation_id, messages, template_input, prefix=prefix
+        )
+
+    def _chat_spec(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        conversation_id: str | None,
+        messages: tuple[Message, ...],
+        template_input: TemplateInput,
+        *,
+        prefix: SharedPrefix | None = None,
+        keep: int | None = None,
+    ) -> TurnSpec:
+        """Return a turn of messages, with how its reply is read."""
+        template_input = self._format().with_reasoning(template_input, token_ids)
         return TurnSpec(
-            token_ids[num_shared:], params, conversation_id, messages, prefix, template_input=template_input
+            token_ids,
+            params,
+            conversation_id,
+            messages,
+            prefix,
+            keep=keep,
+            template_input=template_input,
         )
 
     def _template_input(
@@ -261,11 +291,11 @@ class PromptEncoder:
         template_input = TemplateInput(tools, arguments, prefill)
         if template_input != NO_INPUT:
             self._format().check_input(template_input, arguments_field="chat_template_kwargs")
-        return template_input
+        return self._format().with_calls(template_input) if tools else template_input
 
     def _format(self) -> ChatFormat:
         if self._chat_format is None:
-            self._chat_format = ChatFormat(self._tokenizer)
+            self._chat_format = ChatFormat(self._tokenizer, parsers=self._parsers)
         return self._chat_format
 
     def _earlier_turns(
@@ -284,7 +314,10 @@ class PromptEncoder:
             num_kept = num_tokens if turn.keep is None else turn.keep
             num_tokens = num_kept + len(turn.prompt_token_ids) + len(turn.output_token_ids)
             reply = self._replies.message(
-                turn.output_text, turn.output_token_ids, turn.template_input, turn=str(turn.turn_index)
+                turn.output_text,
+                turn.output_token_ids,
+                turn.template_input,
+                turn=str(num_tokens - len(turn.output_token_ids)),
             )
             turns.append(
                 EarlierTurn(turn.messages, turn.output_text, turn.output_token_ids, num_tokens, reply)
@@ -292,6 +325,12 @@ class PromptEncoder:
             if turn.messages is not None:
                 last_input = turn.template_input
         return turns, record.token_ids.tolist(), last_input
+
+
+def parsers_of(config: EngineConfig | None) -> Parsers:
+    """Return how the replies of an engine with this configuration are read; None is the default one."""
+    config = config or EngineConfig()
+    return Parsers(config.tool_call_parser, config.reasoning_parser)
 
 
 def is_messages(prompt: object) -> TypeGuard[Messages]:

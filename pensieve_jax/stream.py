@@ -20,6 +20,8 @@ from pensieve_jax.core.outputs import Delta, Output, all_results
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
+from pensieve_jax.text.replies import divided_output, has_parts, new_parser
+from pensieve_jax.text.reply_events import parsed_reply
 
 
 def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> list[Output]:
@@ -39,11 +41,23 @@ def run_all(engine: Engine, specs: Sequence[TurnSpec], *, progress: bool) -> lis
                 bar.update(len(ended))
     except PensieveError as error:  # raised by a step itself, for example without memory for new pools
         if len(turns) > 1:
-            error.outputs = [turn.output for turn in turns]
+            error.outputs = _divided([turn.output for turn in turns], specs)
         raise
     finally:
         _cancel(engine, turns)
-    return all_results(turns)
+    try:
+        outputs = all_results(turns)
+    except PensieveError as error:
+        error.outputs = _divided(error.outputs or (), specs)
+        raise
+    return [divided_output(one, spec.template_input) for one, spec in zip(outputs, specs, strict=True)]
+
+
+def _divided(outputs: Sequence[Output | None], specs: Sequence[TurnSpec]) -> list[Output | None]:
+    return [
+        None if output is None else divided_output(output, spec.template_input)
+        for output, spec in zip(outputs, specs, strict=False)
+    ]
 
 
 def _cancel(engine: Engine, turns: Sequence[Turn]) -> None:
@@ -60,24 +74,44 @@ class Stream(Iterator[Delta]):
         """Submit the turn; raises the errors of `Engine.submit`. Use `LLM.stream` to make a stream."""
         self._engine = engine
         self._closed = False
+        self._template = spec.template_input
+        self._parser = new_parser(self._template) if has_parts(self._template) else None
         (self._turn,) = engine.submit([spec])
 
     @property
     def output(self) -> Output | None:
         """Result of the turn, after it ended."""
-        return self._turn.output
+        output = self._turn.output
+        return None if output is None else divided_output(output, self._template)
 
     def __next__(self) -> Delta:
         """Step until the reply grows; raises the turn's error."""
         while not self._closed:
             delta = self._turn.take_delta()
             if delta is not None:
-                return delta
+                return self._divided(delta)
             if self._turn.done:
                 self._turn.result()
-                raise StopIteration
+                rest = self._rest()
+                if rest is None:
+                    raise StopIteration
+                return rest
             self._engine.step()
         raise StopIteration
+
+    def _divided(self, delta: Delta) -> Delta:
+        if self._parser is None:
+            return delta
+        parts = parsed_reply(self._parser.feed(delta.text), calls=False)
+        return Delta(parts.content, delta.token_ids, parts.reasoning)
+
+    def _rest(self) -> Delta | None:
+        """Return what the parser held back until the turn's end; None if that is nothing."""
+        if self._parser is None:
+            return None
+        parts = parsed_reply(self._parser.end(), calls=False)
+        self._parser = None
+        return Delta(parts.content, (), parts.reasoning) if parts.content or parts.reasoning else None
 
     def close(self) -> None:
         """Cancel the turn as if it had never been sent, unless it has ended, and end the iteration."""

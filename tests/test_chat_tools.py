@@ -10,6 +10,7 @@ import pytest
 
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.outputs import ToolCall
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer, byte_tokenizer
 from pensieve_jax.text.replies import ReplyParts
@@ -31,12 +32,16 @@ def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def second_half_is_a_call(self: ReplyReader, text: str, template: TemplateInput) -> ReplyParts:
+def second_half_is_a_call(
+    self: ReplyReader, text: str, template: TemplateInput, *, turn: str = ""
+) -> ReplyParts:
     """Read the second half of a reply as a call, if there are tools."""
     if not template.tools:
         return ReplyParts(text)
     half = len(text) // 2
-    return ReplyParts(text[:half], "", [("look_up", json.dumps({"text": text[half:]}))])
+    return ReplyParts(
+        text[:half], "", [ToolCall(f"call_{turn}", "look_up", json.dumps({"text": text[half:]}))]
+    )
 
 
 def context_of(llm: LLM, name: str) -> str:
@@ -48,9 +53,11 @@ def context_of(llm: LLM, name: str) -> str:
 
 def reply_of(llm: LLM, name: str) -> dict[str, Any]:
     """Return the last reply of a conversation as a message."""
-    turn = llm.history(name).turns[-1]
+    record = llm.history(name)
+    turn = record.turns[-1]
+    num_before = len(record.token_ids) - len(turn.output_token_ids)
     message = ReplyReader(TOKENIZER).message(
-        turn.output_text, turn.output_token_ids, turn.template_input, turn=str(turn.turn_index)
+        turn.output_text, turn.output_token_ids, turn.template_input, turn=str(num_before)
     )
     return dict(message)
 
@@ -91,8 +98,8 @@ def test_a_result_must_answer_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         llm.chat([result("call_other", "x")], PARAMS, conversation_id="a")
     assert caught.value.field == "messages[0].tool_call_id"
+    first = reply_of(llm, "a")["tool_calls"][0]["id"]
     llm.chat([user("so?")], PARAMS, conversation_id="a")
-    first = ReplyReader(TOKENIZER).message("ab", (), TemplateInput(TOOLS), turn="0")["tool_calls"][0]["id"]
     llm.chat([result(first, "late")], PARAMS, conversation_id="a")
     assert len(llm.history("a").turns) == 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -19,7 +20,7 @@ from pensieve_jax import (
 from pensieve_jax.assembly import assemble
 from pensieve_jax.text import ChatFormat, load_tokenizer
 from pensieve_lab.scripted.model import make_model
-from pensieve_lab.scripted.runner import ScriptedRunner, check_without_host_tier
+from pensieve_lab.scripted.runner import ScriptedRunner, Sizes, check_without_host_tier
 from pensieve_lab.scripted.script import DEFAULT_SCRIPT, Context, Rule, Script, divide, load_script
 from pensieve_lab.scripted.writer import Writer, remaining
 
@@ -70,10 +71,23 @@ def test_a_text_without_messages_has_no_role():
 
 def test_the_first_rule_that_applies_replies():
     asked = functools.partial(Context, role="user", tools=("get_weather",))
-    assert SCRIPT.reply(asked(text="", last="the weather")) == CALL
-    assert SCRIPT.reply(Context("", "user", "the weather", ())) == "Hello! How can I help you?"
-    assert SCRIPT.reply(Context("I am Ada", "user", "my name?", ())) == "Your name is Ada."
-    assert SCRIPT.reply(Context("", "user", "my name?", ())) == "Hello! How can I help you?"
+    assert SCRIPT.replies(asked(text="", last="the weather")) == [CALL]
+    assert SCRIPT.replies(Context("", "user", "the weather", ())) == ["Hello! How can I help you?"]
+    assert SCRIPT.replies(Context("I am Ada", "user", "my name?", ())) == ["Your name is Ada."]
+    assert SCRIPT.replies(Context("", "user", "my name?", ())) == ["Hello! How can I help you?"]
+
+
+THINKING = Script((Rule("<think>\nTwo and two.\n</think>\n\nFour."),))
+
+
+def test_a_reply_without_reasoning_follows_where_reasoning_may_not(tokenizer):
+    asked = Context("", "user", "2 + 2?", ())
+    assert THINKING.replies(asked)[1:] == ["Four."]
+    assert THINKING.replies(dataclasses.replace(asked, thinks=False)) == ["Four."]
+    thinks = tokenizer.encode("<think>", add_bos=False)[0]
+    writer = Writer(THINKING, tokenizer)
+    assert reply(writer, tokenizer, "2 + 2?", lambda _, token_id: token_id != thinks) == "Four."
+    assert reply(writer, tokenizer, "2 + 2?").startswith("<think>\nTwo and two.")
 
 
 @pytest.mark.parametrize(
@@ -153,9 +167,8 @@ def test_an_engine_replies_by_the_script_when_state_was_evicted(model, tokenizer
     )
 
     def wrap(runner):
-        return ScriptedRunner(
-            runner, Writer(SCRIPT, tokenizer), page_size=16, num_pages=runner.storage.num_pages
-        )
+        sizes = Sizes(page_size=16, num_pages=runner.storage.num_pages, vocab_size=tokenizer.vocab_size)
+        return ScriptedRunner(runner, Writer(SCRIPT, tokenizer), sizes)
 
     monkeypatch.setattr("pensieve_jax.llm.assemble", functools.partial(assemble, wrap=wrap))
     with LLM(str(model), dtype="float32", config=config, progress=False) as llm:

@@ -181,6 +181,8 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         otel_endpoint=FLAGS.otel_endpoint,
         max_index_bytes=FLAGS.max_index_bytes,
         tools=FLAGS.tools,
+        tool_call_parser=FLAGS.tool_call_parser,
+        reasoning_parser=FLAGS.reasoning_parser,
         drain_s=FLAGS.drain_s,
         max_in_flight_per_key=FLAGS.max_turns_per_key,
         is_routed=is_routed,
@@ -227,7 +229,7 @@ def define_flags() -> None:
         "Store of Chat Completions turns; default: memory, or durable with --replicas.",
     )
     flags.DEFINE_enum(
-        "tools", "refuse", ["refuse", "ignore"], "Handling of requests that offer tools to the model."
+        "tools", "auto", ["auto", "ignore"], "Handling of requests that offer tools to the model."
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
     flags.DEFINE_integer(

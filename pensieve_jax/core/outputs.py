@@ -58,6 +58,7 @@ class Usage:
       num_suspensions: number of times that the turn was removed from the batch under memory pressure.
       resume_recomputed_tokens: tokens computed again because of suspensions; not part of the sum.
       resume_swapped_in_tokens: tokens copied back from host memory after suspensions; not part of the sum.
+      reasoning_tokens: those of `output_tokens` that are reasoning, with its marks.
     """
 
     prompt_tokens: int
@@ -69,6 +70,21 @@ class Usage:
     num_suspensions: int = 0
     resume_recomputed_tokens: int = 0
     resume_swapped_in_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool that the model asks for.
+
+    Attributes:
+      call_id: the id that the message with the result names.
+      name: name of the tool.
+      arguments: the arguments as the model wrote them, usually the text of a JSON object.
+    """
+
+    call_id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +94,8 @@ class Output:
     Attributes:
       conversation_id: None for a one-off request.
       token_ids: the reply, up to and including the id that ended it.
-      text: the reply as text, without its stop string and special tokens; "" without a tokenizer.
+      text: the reply as text, without its stop string and special tokens; "" without a tokenizer. Of a reply
+        with reasoning or tool calls, it is the content only.
       finish_reason: "stop" (end-of-sequence, stop id or stop string), "length" or "cancelled".
       usage: where the tokens came from.
       seed: the seed that a sampled turn was drawn with.
@@ -89,6 +106,8 @@ class Output:
         batches. Ignored when outputs are compared.
       stop_string: the stop string that ended the reply, else None; also None in an output that was read back
         from the history.
+      reasoning: the model's reasoning before its content; "" without any.
+      tool_calls: the calls of tools, in order.
     """
 
     conversation_id: str | None
@@ -100,6 +119,8 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
     ended_at_s: float | None = field(default=None, compare=False)
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     stop_string: str | None = None
 
 
@@ -107,11 +128,13 @@ class Output:
 class Delta:
     """A piece of a streamed reply: whole characters, and the ids that were sampled for it.
 
-    Text can lag behind ids while a character is incomplete, or while text may become a stop string.
+    Text can lag behind ids while a character is incomplete, or while text may become a stop string. In a
+    chat, `text` is content and `reasoning` is the model's reasoning; calls are in the output at the end.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    reasoning: str = ""
 
 
 class Handle[T](Protocol):

@@ -202,6 +202,7 @@ class SamplingParams:
         "Divides the positive logits of ids that the context or the reply has, and multiplies their negative "
         "ones; 1 is off.",
         SamplingField(
+            routes=(COMPLETIONS, RESPONSES),
             penalty=Column(_FLOAT, 1),
             adjusts=True,
             flag="Factor against ids that the context or the reply has; 1 is off.",
@@ -213,6 +214,7 @@ class SamplingParams:
         _real(-2.0, 2.0, "a number from -2 to 2"),
         "Subtracted from the logit of an id once for each time that the reply has it; 0 is off.",
         SamplingField(
+            routes=(COMPLETIONS, RESPONSES),
             penalty=Column(_FLOAT, 0),
             adjusts=True,
             flag="Subtracted from an id's logit for each occurrence in the reply.",
@@ -223,6 +225,7 @@ class SamplingParams:
         _real(-2.0, 2.0, "a number from -2 to 2"),
         "Subtracted from the logits of ids that the reply has; 0 is off.",
         SamplingField(
+            routes=(COMPLETIONS, RESPONSES),
             penalty=Column(_FLOAT, 0),
             adjusts=True,
             flag="Subtracted from the logits of ids that the reply has.",
@@ -232,7 +235,7 @@ class SamplingParams:
         {},
         Limit("a mapping of ids to numbers", lambda value: isinstance(value, Mapping), must_be_stated=False),
         "Added to the logits of ids: at most 300 ids, each with a number from -100 to 100.",
-        SamplingField(adjusts=True),
+        SamplingField(routes=(COMPLETIONS, RESPONSES), adjusts=True),
     )
     allowed_token_ids: Sequence[int] | None = sampling_field(
         None,

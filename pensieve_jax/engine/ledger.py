@@ -193,7 +193,7 @@ class TurnLedger:
             parent_id=conversation.head if node is None else node.parent_id,
             owner="" if node is None else node.owner,
             chain=b"" if node is None else node.chain,
-            usage=request.usage(num_output_tokens=len(reply.token_ids)),
+            usage=reply.usage(),
             logprobs=None if reply.logprobs is None else tuple(reply.logprobs),
             keep=conversation.num_history_tokens if conversation.replaced else None,
             template_input=reply.template_input,

@@ -9,6 +9,7 @@ Called by the engine, its ledger, and callers of the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
-from pensieve_jax.text.replies import shown_marks
+from pensieve_jax.text.replies import num_reasoning_tokens, shown_marks
 
 
 class Turn:
@@ -220,10 +221,18 @@ class ReplyState(ReplyTokens):
         )
         return True
 
+    def usage(self) -> Usage:
+        """Return where the tokens of the turn came from, as far as it has run."""
+        usage = self.request.usage(num_output_tokens=len(self.token_ids))
+        if not self.template_input.reply.reasoning:
+            return usage
+        num_reasoning = num_reasoning_tokens(self.pieces, self.template_input)
+        return replace(usage, reasoning_tokens=min(num_reasoning, len(self.token_ids)))
+
     def finish(self, reason: FinishReason, ended_at_s: float) -> Usage:
         """Make the output of a turn that ended at `ended_at_s`; returns its usage record."""
         conversation = self.request.conversation
-        usage = self.request.usage(num_output_tokens=len(self.token_ids))
+        usage = self.usage()
         self.output = Output(
             conversation_id=None
             if conversation.one_off or self.node is not None

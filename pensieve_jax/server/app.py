@@ -96,10 +96,15 @@ def make_services(
         limits=TurnAdmission(engine, settings, clock.now),
         metrics=metrics,
         tokenizer=tokenizer,
-        chat_format=_chat_format(tokenizer),
-        defaults=model_defaults(info.source),
+        chat_format=_chat_format(tokenizer, settings),
+        defaults=model_defaults(info.source, penalties=info.limits.penalties),
         resolver=Resolver(
-            tokenizer, info.fingerprint, index, is_routed=settings.is_routed, root_for=root_for
+            tokenizer,
+            info.fingerprint,
+            index,
+            parsers=settings.parsers,
+            is_routed=settings.is_routed,
+            root_for=root_for,
         ),
         token_texts=TokenTexts(tokenizer),
         history=history,
@@ -118,10 +123,10 @@ def _tracing(settings: ServerSettings, model_name: str) -> Tracing | None:
     return Tracing.to(settings.otel_endpoint, settings.served_model_name or model_name)
 
 
-def _chat_format(tokenizer: Tokenizer | None) -> ChatFormat | None:
+def _chat_format(tokenizer: Tokenizer | None, settings: ServerSettings) -> ChatFormat | None:
     """Return None if the model has no usable chat format; requests with messages then get the reason."""
     try:
-        return ChatFormat(tokenizer)
+        return ChatFormat(tokenizer, parsers=settings.parsers)
     except (TokenizerMissingError, ChatTemplateError) as error:
         _log.warning("requests with messages are refused: %s", error)
         return None

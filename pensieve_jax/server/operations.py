@@ -32,11 +32,13 @@ from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, json_r
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
-from pensieve_jax.server.openai.schemas import ChatMessage
+from pensieve_jax.server.openai.schemas import ChatMessage, rendering
 from pensieve_jax.server.turns.checks import check_model, template_error
-from pensieve_jax.server.turns.sampling import UNSUPPORTED_TEMPLATE
+from pensieve_jax.server.turns.sampling import TEMPLATE_FIELDS, UNSUPPORTED_TEMPLATE
+from pensieve_jax.server.turns.template import FunctionTool
 from pensieve_jax.server.workers import is_long, run_cpu
 from pensieve_jax.text import ChatFormat
+from pensieve_jax.text.messages import check_results
 from pensieve_jax.version import __version__
 
 MAX_SILENCE_S: Final = 10.0
@@ -105,14 +107,21 @@ def _card(services: Services) -> dict[str, Any]:
     }
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, kw_only=True):
     """Request body of `POST /tokenize`: a text, or messages that the chat template formats."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {**UNSUPPORTED_TEMPLATE, "tools": ([],)}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **UNSUPPORTED_TEMPLATE,
+        "reasoning_effort": TEMPLATE_FIELDS["reasoning_effort"],
+    }
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[FunctionTool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -170,10 +179,13 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
     if body.messages is not None:
         if body.add_special_tokens:
             raise unsupported("add_special_tokens", "the chat template writes the special tokens of messages")
-        messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(body.messages)]
         chat_format = services.chat_format or ChatFormat(services.tokenizer)  # raises the missing part
+        messages, template_input = rendering(body, body.messages, chat_format)
+        check_results(messages)
         try:
-            return chat_format.token_ids(services.resolver.with_known_roles(messages))
+            return chat_format.token_ids(
+                services.resolver.with_known_roles(messages), template_input=template_input
+            )
         except ChatTemplateError as error:
             raise template_error(error, messages, "messages") from error
     assert body.prompt is not None

@@ -26,13 +26,13 @@ reasoning, replaces the end of the conversation from there on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.errors import ChatTemplateError, InvalidRequestError, TokenizerMissingError
-from pensieve_jax.core.template_input import NO_INPUT, ReplyFormat, TemplateInput
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.token_ids import num_equal
 from pensieve_jax.text.call_arguments import CallArguments
 from pensieve_jax.text.chat_template import ChatTemplate
@@ -250,41 +250,42 @@ class ChatFormat:
             )
         self._template.check_arguments(template_input.arguments, arguments_field)
 
-    def with_reply(
-        self,
-        template_input: TemplateInput,
-        prompt_token_ids: Sequence[int],
-        *,
-        reads_calls: bool = True,
-        has_one_call: bool = False,
-    ) -> TemplateInput:
-        """Return the input of a turn with how its reply is read.
+    def with_calls(self, template_input: TemplateInput, *, has_one_call: bool = False) -> TemplateInput:
+        """Return the input of a turn whose reply may call its tools.
+
+        Without tools, or if it is not known how the model writes calls, it is returned unchanged.
 
         Args:
-          template_input: what the prompt was rendered from.
-          prompt_token_ids: the prompt, which may end with the mark that begins reasoning.
-          reads_calls: whether calls of the tools are read; False leaves them in the content.
+          template_input: what the template gets.
           has_one_call: whether calls after the first are dropped.
         """
-        calls, reasoning = self.tool_format, self.reasoning_format
-        if not (reads_calls and template_input.tools):
-            calls = None
-        mark = "" if reasoning is None else reasoning.start
-        is_open = False
+        if not template_input.tools or self.tool_format is None:
+            return template_input
+        reply = replace(template_input.reply, calls=self.tool_format.name, has_one_call=has_one_call)
+        return replace(template_input, reply=reply)
+
+    def with_reasoning(self, template_input: TemplateInput, prompt_token_ids: Sequence[int]) -> TemplateInput:
+        """Return the input of a turn with how its reply marks reasoning.
+
+        The prompt may end with the mark that begins it.
+        """
+        if self.reasoning_format is None:
+            return template_input
+        mark, is_open = self.reasoning_format.start, False
         if mark and template_input.prefill is None:
             end = self._tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
             is_open = end.rstrip().endswith(mark)
-        reply = ReplyFormat(
-            "" if calls is None else calls.name,
-            "" if reasoning is None else reasoning.name,
-            is_open=is_open,
-            has_one_call=has_one_call and calls is not None,
-        )
+        reply = replace(template_input.reply, reasoning=self.reasoning_format.name, is_open=is_open)
         return replace(template_input, reply=reply)
 
     def reads(self, variable: str) -> bool:
         """Return whether the template reads a variable of this name."""
         return variable in self._template.variables
+
+    def mentions(self, words: Iterable[str]) -> bool:
+        """Return whether any of these words stands in the template's source."""
+        source = self._tokenizer.chat_template or ""
+        return any(word in source for word in words)
 
     def _reply(self, turn: EarlierTurn) -> Message:
         if turn.reply is not None:

@@ -10,15 +10,24 @@ it is needed, so that both cannot differ. Therefore the ids of calls follow from
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
+from pensieve_jax.core.outputs import Output, ToolCall
 from pensieve_jax.core.template_input import NO_INPUT, ReplyFormat, TemplateInput
 from pensieve_jax.text.messages import Message
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+
+_ANALYSIS: Final = re.compile(
+    r"<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>(?:(?!<\|end\|>|<\|call\|>).)*(?:<\|end\|>)?",
+    re.DOTALL,
+)
+"""A message of reasoning, as gpt-oss writes it."""
 
 
 class ReplyParts(NamedTuple):
@@ -32,15 +41,7 @@ class ReplyParts(NamedTuple):
 
     content: str
     reasoning: str = ""
-    calls: Sequence[ReplyCall] = ()
-
-
-class ReplyCall(NamedTuple):
-    """A tool call of a reply: its id, its name, and its arguments as text."""
-
-    call_id: str
-    name: str
-    arguments: str
+    calls: Sequence[ToolCall] = ()
 
 
 class ReplyReader:
@@ -83,18 +84,78 @@ class ReplyReader:
         """Return the parts of a reply's text, prefill included; see `message` for `turn`."""
         if not has_parts(template):
             return ReplyParts(text)
-        parser = reply_parser(template)
-        found = parsed_reply([*parser.feed(text), *parser.end()])
-        calls = tuple(
-            ReplyCall(call_id(template.reply, turn, index, call.header), call.name, call.arguments)
-            for index, call in enumerate(found.calls)
-        )
-        return ReplyParts(found.content, found.reasoning, calls)
+        return _parts(reply_parser(template), text, template.reply, turn)
+
+
+def divided_output(output: Output, template: TemplateInput) -> Output:
+    """Return the output of a turn of an `LLM` with its text divided into parts."""
+    if not has_parts(template):
+        return output
+    usage = output.usage
+    num_before = (
+        usage.reused_gpu_tokens + usage.swapped_in_tokens + usage.recomputed_tokens + usage.prefilled_tokens
+    )
+    parts = added_parts(output.text, template, turn=str(num_before))
+    return replace(output, text=parts.content, reasoning=parts.reasoning, tool_calls=tuple(parts.calls))
+
+
+def added_parts(text: str, template: TemplateInput, *, turn: str) -> ReplyParts:
+    """Return the parts of the text that a turn adds to its prefill; see `ReplyReader.message` for `turn`."""
+    if not has_parts(template):
+        return ReplyParts(text)
+    return _parts(new_parser(template), text, template.reply, turn)
+
+
+def _parts(parser: ReplyParser, text: str, reply: ReplyFormat, turn: str) -> ReplyParts:
+    found = parsed_reply([*parser.feed(text), *parser.end()])
+    calls = tuple(
+        ToolCall(call_id(turn, index, row=reply.calls, header=call.header), call.name, call.arguments)
+        for index, call in enumerate(found.calls)
+    )
+    return ReplyParts(found.content, found.reasoning, calls)
+
+
+def num_reasoning_tokens(pieces: Iterable[str], template: TemplateInput) -> int:
+    """Return how many tokens of a reply are reasoning, its marks included.
+
+    Args:
+      pieces: the text that each token completes; "" for a token without text.
+      template: what the reply's turn was rendered with.
+    """
+    if not template.reply.reasoning:
+        return 0
+    pieces, prefill = list(pieces), template.prefill or ""
+    spans = _reasoning_spans(prefill + "".join(pieces), template.reply)
+    num_tokens, begin = 0, len(prefill)
+    for piece in pieces:
+        num_tokens += any(first <= begin < last for first, last in spans)
+        begin += len(piece)
+    return num_tokens
+
+
+def _reasoning_spans(text: str, reply: ReplyFormat) -> list[tuple[int, int]]:
+    """Return where the reasoning of a reply begins and ends in its text, marks included."""
+    row = REASONING_FORMATS[reply.reasoning]
+    if not row.end:
+        return [found.span() for found in _ANALYSIS.finditer(text)]
+    begin = 0 if reply.is_open else len(text) - len(text.lstrip())
+    if not reply.is_open and not text.startswith(row.start, begin):
+        return []
+    end = text.find(row.end)
+    return [(begin, len(text) if end < 0 else end + len(row.end))]
 
 
 def has_parts(template: TemplateInput) -> bool:
     """Return whether a turn's reply may have parts beside its content."""
     return bool(template.reply.calls or template.reply.reasoning)
+
+
+def new_parser(template: TemplateInput) -> ReplyParser:
+    """Return the parser of the text that a turn adds to its prefill."""
+    parser = reply_parser(template)
+    if template.prefill:
+        parser.feed(template.prefill)
+    return parser
 
 
 def reply_parser(template: TemplateInput) -> ReplyParser:
@@ -117,14 +178,14 @@ def shown_marks(template: TemplateInput) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*calls, *reasoning)))
 
 
-def call_id(reply: ReplyFormat, turn: str, index: int, header: str) -> str:
+def call_id(turn: str, index: int, *, row: str = "", header: str = "") -> str:
     """Return the id of the call at position `index` of a turn's reply.
 
     It is "call_" and 24 hexadecimal digits, or what the templates of its format demand: nine letters and
-    digits, or the header that the model wrote.
+    digits, or the header that the model wrote. `row` is the name of the format.
     """
     digits = hashlib.sha256(f"{turn}/{index}".encode()).hexdigest()
-    form = TOOL_FORMATS[reply.calls].id_form
+    form = TOOL_FORMATS[row].id_form if row else "call"
     if form == "header" and header:
         return header
     return digits[:9] if form == "short" else f"call_{digits[:24]}"

@@ -62,19 +62,19 @@ class ParsedReply(NamedTuple):
     calls: tuple[ParsedCall, ...]
 
 
-def parsed_reply(events: Iterable[ReplyEvent]) -> ParsedReply:
-    """Return the parts of a reply from all its events."""
+def parsed_reply(events: Iterable[ReplyEvent], *, calls: bool = True) -> ParsedReply:
+    """Return the parts of a reply from all its events, or from some of them if without `calls`."""
     reasoning: list[str] = []
     content: list[str] = []
-    calls: list[tuple[str, list[str], str]] = []
+    found: list[tuple[str, list[str], str]] = []
     for event in events:
         if isinstance(event, ReasoningText):
             reasoning.append(event.text)
         elif isinstance(event, ContentText):
             content.append(event.text)
-        elif isinstance(event, CallBegun):
-            calls.append((event.name, [], event.header))
-        elif isinstance(event, ArgumentText):
-            calls[event.call][1].append(event.text)
-    found = tuple(ParsedCall(name, "".join(parts), header) for name, parts, header in calls)
-    return ParsedReply("".join(reasoning), "".join(content), found)
+        elif calls and isinstance(event, CallBegun):
+            found.append((event.name, [], event.header))
+        elif calls and isinstance(event, ArgumentText):
+            found[event.call][1].append(event.text)
+    whole = tuple(ParsedCall(name, "".join(parts), header) for name, parts, header in found)
+    return ParsedReply("".join(reasoning), "".join(content), whole)

@@ -94,6 +94,13 @@ class ReplyParser:
             return True
         return self._state == self._body_of_message and self._channel == "analysis"
 
+    @property
+    def holds_content(self) -> bool:
+        """Whether text is held back that becomes content, unless it becomes a mark."""
+        if self._state == self._body_of_message:
+            return self._channel not in ("analysis", "call") and bool(self._buffer)
+        return self._state in (self._content, self._first_content) and bool(self._buffer)
+
     def feed(self, text: str) -> list[ReplyEvent]:
         """Return the events of the next piece of text."""
         self._buffer += text

@@ -15,25 +15,29 @@ from pensieve_jax.text.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """The texts of one vocabulary's tokens, cached once requested."""
+    """The texts of one vocabulary's tokens, cached once requested.
+
+    Attributes:
+      tokenizer: the vocabulary's tokenizer, or None.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         """Use `tokenizer`; with None, a token is shown as its id."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def text(self, token_id: int) -> str:
         """Return the token's text after other text; bytes that are not a whole character become U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
-            tokenizer = self._tokenizer
+            tokenizer = self.tokenizer
             text = _numbered(token_id) if tokenizer is None else tokenizer.text_after(token_id)
             self._texts[token_id] = text
         return text
 
     def raw(self, token_id: int) -> list[int] | None:
         """Return the bytes of the token; None without a tokenizer, or if they are unknown."""
-        found = None if self._tokenizer is None else self._tokenizer.bytes_of(token_id)
+        found = None if self.tokenizer is None else self.tokenizer.bytes_of(token_id)
         return None if found is None else list(found)
 
     def name(self, token_id: int) -> str:

@@ -24,8 +24,8 @@ _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 def check_tools(tools: object, field: str = "tools") -> tuple[Tool, ...]:
     """Return well-formed function tools, each with the same keys in the same order.
 
-    So the same tools are written as the same text, whichever API they came from. `strict` is no text for the
-    model and left out. A function without `parameters` takes none.
+    So the same tools are written as the same text, whichever API they came from. `strict` is left out,
+    since it concerns the server. A function without `parameters` takes none.
 
     Raises InvalidRequestError naming `field`, `field[i].type`, `field[i].function.name` and so on.
     """
@@ -70,6 +70,11 @@ def function_tool(name: object, description: object, parameters: object, field: 
     # Templates read `parameters.properties`, and fail without it.
     function["parameters"] = parameters or _NO_PARAMETERS
     return {"type": "function", "function": json_copy(function, field)}
+
+
+def num_tool_characters(tools: Sequence[Tool]) -> int:
+    """Return the approximate length of tools as text."""
+    return sum(len(str(tool)) for tool in tools)
 
 
 def tool_names(tools: Sequence[Tool]) -> list[str]:

@@ -18,6 +18,7 @@ from pensieve_jax.history.store import TurnRecord
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.text import ReplyReader, Tokenizer
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 from tests.server.fakes import FakeEngine, FakeTurn
 
 FINGERPRINT = "fingerprint"
@@ -138,5 +139,6 @@ class StoredEngine(FakeEngine):
         turn.output = dataclasses.replace(output, ended_at_s=record.created_at_s)
 
 
-def resolving(tokenizer: Tokenizer, reader: HistoryReader) -> Resolver:
-    return Resolver(tokenizer, FINGERPRINT, TurnIndex(HistoryTurns(reader, ReplyReader(tokenizer))))
+def resolving(tokenizer: Tokenizer, reader: HistoryReader, parsers: Parsers = AUTOMATIC) -> Resolver:
+    index = TurnIndex(HistoryTurns(reader, ReplyReader(tokenizer)))
+    return Resolver(tokenizer, FINGERPRINT, index, parsers=parsers)

@@ -12,6 +12,7 @@ from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
+from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.loading import byte_tokenizer
 from tests.server.fakes import FakeTurn, Harness
 from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
@@ -26,13 +27,23 @@ class StoredServer:
         clock, engine, reader, harness, responses, routes: its parts.
     """
 
-    def __init__(self, path: Path, script: Callable[[FakeTurn], None] | None = None, **parts: Any) -> None:
-        """Create it; `parts` go to the harness."""
+    def __init__(
+        self,
+        path: Path,
+        script: Callable[[FakeTurn], None] | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        **parts: Any,
+    ) -> None:
+        """Create it, with the byte tokenizer unless another is given; `parts` go to the harness."""
+        tokenizer = tokenizer or byte_tokenizer()
         self.clock = VirtualClock(START_S)
         self.engine = StoredEngine(path, self.clock, script)
         self.reader = HistoryReader(path, fingerprint=FINGERPRINT)
-        resolver = resolving(byte_tokenizer(), self.reader)
-        self.harness = Harness([], self.engine, history=self.reader, resolver=resolver, **parts)
+        resolver = resolving(tokenizer, self.reader)
+        self.harness = Harness(
+            [], self.engine, tokenizer=tokenizer, history=self.reader, resolver=resolver, **parts
+        )
         self.harness.services.now_s = self.clock.now
         self.responses = Responses(self.harness.services)
         self.routes = [

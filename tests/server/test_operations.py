@@ -80,7 +80,7 @@ def test_text_is_tokenized_and_detokenized():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("add_special_tokens", True), ("enable_thinking", False), ("chat_template_kwargs", {"a": 1})],
+    [("add_special_tokens", True), ("enable_thinking", False), ("reasoning_effort", "low")],
 )
 def test_a_setting_that_would_change_the_tokens_of_messages_is_refused(name, value):
     harness = Harness(ROUTES)

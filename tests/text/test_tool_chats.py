@@ -51,7 +51,7 @@ class ToolChat:
         self.messages += new
         ids = ids or self.tokenizer.encode(reply, add_bos=False)
         ids = [*ids, self.tokenizer.eos_id]
-        template_input = self.format.with_reply(self.input, prompt)
+        template_input = self.format.with_reasoning(self.format.with_calls(self.input), prompt)
         message = self.reader.message(reply, ids, template_input, turn=str(len(self.turns)))
         self.ids += ids
         self.turns.append(EarlierTurn(new, reply, tuple(ids), len(self.ids), message))

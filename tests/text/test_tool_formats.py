@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pensieve_jax.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.text.tool_formats import TOOL_FORMATS, reasoning_format, tool_format
+from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 
 # The parts of published templates that write calls.
 TEMPLATES = {
@@ -36,6 +37,11 @@ def test_a_template_has_the_words_of_its_row(name: str) -> None:
 def test_other_templates_have_no_row(template: str | None) -> None:
     assert tool_format("auto", template) is None
     assert reasoning_format("auto", template) is None
+
+
+def test_the_configuration_names_all_rows() -> None:
+    assert ("auto", "none", *TOOL_FORMATS) == TOOL_CALL_PARSERS
+    assert ("auto", "none", *REASONING_FORMATS) == REASONING_PARSERS
 
 
 def test_quotes_may_be_escaped_in_a_template() -> None:

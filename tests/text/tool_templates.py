@@ -5,12 +5,15 @@ reading is independent of the product's: it takes whole replies apart by regular
 """
 
 import json
+import re
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pensieve_jax.core.outputs import ToolCall
 from pensieve_jax.core.template_input import TemplateInput
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text import ReplyReader, Tokenizer
+from pensieve_jax.text.replies import ReplyParts
 from tests.text.tokenizer_zoo import byte_level_backend
 
 _TOOLS = """\
@@ -126,6 +129,20 @@ def call(call_id: str, name: str, arguments: str) -> dict:
 
 def result(call_id: str, content: str) -> dict:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def read_parts(self: ReplyReader, text: str, template: TemplateInput, *, turn: str = "") -> ReplyParts:
+    """Read a whole reply in the form of Hermes and Qwen3, in place of `ReplyReader.parts`."""
+    reasoning = re.match(r"\s*<think>\n(.*?)\n</think>\s*", text, re.DOTALL)
+    if reasoning:
+        text = text[reasoning.end() :]
+    calls = []
+    if template.tools:
+        for found in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL):
+            name, arguments = re.match(r'{\s*"name":\s*"(.*?)",\s*"arguments":\s*(.*)}', found).groups()
+            calls.append(ToolCall(f"call_{turn}_{len(calls)}", name, arguments))
+    content = text.partition("<tool_call>")[0].rstrip() if calls else text
+    return ReplyParts(content, reasoning[1] if reasoning else "", calls)
 
 
 def written(name: str, arguments: str) -> str:

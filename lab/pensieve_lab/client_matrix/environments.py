@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -38,21 +38,29 @@ class Environments:
 
     def command(self, client: Client) -> list[str]:
         """Install a client and return the command of its programs; raises NotInstalledError."""
-        place = self._directory / client.slug
-        mark = place / _INSTALLED
-        if not mark.is_file() or json.loads(mark.read_text(encoding="utf-8")) != list(client.packages):
-            shutil.rmtree(place, ignore_errors=True)
-            place.mkdir()
-            if client.language == "python":
-                self._install_python(place, client.packages)
-            else:
-                self._install_javascript(place, client.packages)
-            mark.write_text(json.dumps(client.packages), encoding="utf-8")
         if client.language == "python":
-            return [str(place / "bin" / "python"), str(client.programs)]
+            return [str(self.python(client.slug, client.packages)), str(client.programs)]
+        place = self._installed(client.slug, client.packages, self._install_javascript)
         for path in (client.programs, PROGRAMS / "trial.mjs"):
             shutil.copy(path, place)  # node looks for packages beside the file
         return ["node", str(place / client.programs.name)]
+
+    def python(self, name: str, packages: Sequence[str]) -> Path:
+        """Return the interpreter of an environment with these packages; raises NotInstalledError."""
+        return self._installed(name, packages, self._install_python) / "bin" / "python"
+
+    def _installed(
+        self, name: str, packages: Sequence[str], install: Callable[[Path, Sequence[str]], None]
+    ) -> Path:
+        """Return the directory of an environment, which is made if it has not exactly these packages."""
+        place = self._directory / name
+        mark = place / _INSTALLED
+        if not mark.is_file() or json.loads(mark.read_text(encoding="utf-8")) != list(packages):
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir()
+            install(place, packages)
+            mark.write_text(json.dumps(packages), encoding="utf-8")
+        return place
 
     def _install_python(self, place: Path, packages: Sequence[str]) -> None:
         uv = self._uv()

@@ -12,22 +12,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from pensieve_jax import ConfigError
-from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.engine.runner import Progress
+from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
 from pensieve_lab.scripted.writer import Writer
 
 
 class ScriptedHandle(NamedTuple):
-    """A step in flight; `token_ids` i32[S] are the script's, -1 for rows without a sample."""
+    """A step in flight: the other runner's handle, and the plan."""
 
     inner: Any
-    token_ids: np.ndarray
+    plan: StepPlan
+
+
+class Sizes(NamedTuple):
+    """Sizes of a runner.
+
+    Attributes:
+      page_size: tokens of a page.
+      num_pages: pages of its pools, the dummy page included.
+      vocab_size: ids of the model.
+    """
+
+    page_size: int
+    num_pages: int
+    vocab_size: int
 
 
 class ScriptedRunner:
@@ -37,14 +49,15 @@ class ScriptedRunner:
       layouts, transfers: the runner's.
     """
 
-    def __init__(self, inner: ModelRunner, writer: Writer, *, page_size: int, num_pages: int) -> None:
-        """Wrap a runner whose pools have `num_pages` pages of `page_size` tokens, the dummy page included."""
+    def __init__(self, inner: Runner, writer: Writer, sizes: Sizes) -> None:
+        """Wrap a runner with these sizes, whose host tier is off."""
         self.layouts: Mapping[int, PlanLayout] = inner.layouts
         self.transfers: Transfers = inner.transfers
         self._inner = inner
         self._writer = writer
-        self._page_size = page_size
-        self._ids = np.zeros(num_pages * page_size, np.int32)
+        self._page_size = sizes.page_size
+        self._num_words = -(-sizes.vocab_size // 32)
+        self._ids = np.zeros(sizes.num_pages * sizes.page_size, np.int32)
         self._prev_ids = np.zeros(0, np.int32)
 
     @property
@@ -64,19 +77,25 @@ class ScriptedRunner:
         self._prev_ids = np.zeros(0, np.int32)
         self._inner.reset()
 
-    def dispatch(self, plan: StepPlan) -> ScriptedHandle:
-        token_ids = self._choose(plan)
-        handle = self._inner.dispatch(plan)
-        # The next step reads the ids of this one on the device.
-        self._inner._prev_ids = jax.device_put(np.maximum(token_ids, 0), self._inner._prev_ids.sharding)
-        return ScriptedHandle(handle, token_ids)
+    def launch(self, plan: StepPlan) -> ScriptedHandle:
+        return ScriptedHandle(self._inner.launch(plan), plan)
+
+    def choose(self, handle: ScriptedHandle, words: np.ndarray | None) -> None:
+        """Start the choice, with the script's id as the only one that is left to each row."""
+        token_ids = self._script_ids(handle.plan, words)
+        only = np.full((len(token_ids), self._num_words), -1, np.int32)
+        rows = np.flatnonzero(token_ids >= 0)
+        only[rows] = 0
+        only.view(np.uint32)[rows, token_ids[rows] // 32] = np.uint32(1) << (token_ids[rows] % 32).astype(
+            np.uint32
+        )
+        self._inner.choose(handle.inner, only)
 
     def fetch(self, handle: ScriptedHandle) -> StepResult:
-        result = self._inner.fetch(handle.inner)
-        return result._replace(token_ids=np.where(handle.token_ids >= 0, handle.token_ids, result.token_ids))
+        return self._inner.fetch(handle.inner)
 
-    def _choose(self, plan: StepPlan, words: np.ndarray | None = None) -> np.ndarray:
-        """Return i32[S]: the script's id of every sample; `words` has a bit for each id that is allowed."""
+    def _script_ids(self, plan: StepPlan, words: np.ndarray | None) -> np.ndarray:
+        """Return i32[S]: the script's id of every sample, -1 for other rows."""
         num_tokens, num_rows = int(plan.cu_q_lens[-1]), int(plan.num_rows[0])
         token_ids = plan.token_ids[:num_tokens].copy()
         from_prev = plan.prev_samples[:num_tokens] >= 0
@@ -111,7 +130,7 @@ class _Allowed:
         """Return whether the id may be chosen."""
         if token_id in self._banned_ids:
             return False
-        return self._words is None or bool(self._words[token_id // 32] >> (token_id % 32) & 1)
+        return self._words is None or bool(int(self._words[token_id // 32]) >> (token_id % 32) & 1)
 
 
 def check_without_host_tier(cpu_pages: int) -> None:

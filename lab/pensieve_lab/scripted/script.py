@@ -30,10 +30,12 @@ MESSAGE_BEGIN: Final = "<|im_start|>"
 MESSAGE_END: Final = "<|im_end|>"
 REPLY_BEGIN: Final = f"{MESSAGE_BEGIN}assistant\n"
 TOOL_RESULT: Final = "<tool_response>"
-NO_THINKING: Final = "<think>\n\n</think>\n\n"
+REASONING: Final = "<think>"
+NO_THINKING: Final = f"{REASONING}\n\n</think>\n\n"
 """What the template puts before a reply without reasoning."""
 DEFAULT_SCRIPT: Final = Path(__file__).with_name("script.toml")
 """Replies that the programs of `client_matrix` expect."""
+_REASONING: Final = re.compile(r"^<think>.*?</think>\s*", re.DOTALL)
 _TOOL_NAME: Final = re.compile(r'"function": \{"name": "([^"]+)"')
 _TOOLS: Final = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
 
@@ -67,12 +69,14 @@ class Context:
       role, last: role and text of the last message; role "tool" is a tool's result, and role "" is a text
         without messages.
       tools: names of the tools that are offered.
+      thinks: whether the reply may begin with reasoning.
     """
 
     text: str
     role: str
     last: str
     tools: tuple[str, ...]
+    thinks: bool = True
 
 
 def divide(text: str) -> tuple[Context, str]:
@@ -88,7 +92,8 @@ def divide(text: str) -> tuple[Context, str]:
     if last.startswith(TOOL_RESULT):
         role, last = "tool", last[last.rindex(TOOL_RESULT) :]
     tools = tuple(_TOOL_NAME.findall("".join(_TOOLS.findall(before)[:1])))
-    return Context(before, role, last, tools), reply.removeprefix(NO_THINKING)
+    thinks = not reply.startswith(NO_THINKING)
+    return Context(before, role, last, tools, thinks), reply.removeprefix(NO_THINKING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +102,11 @@ class Script:
 
     rules: tuple[Rule, ...]
 
-    def reply(self, context: Context) -> str:
-        """Return the text of the first rule that applies."""
-        return next(rule.text for rule in self.rules if rule.applies(context))
+    def replies(self, context: Context) -> list[str]:
+        """Return the text of the first rule that applies, and the same without reasoning."""
+        text = next(rule.text for rule in self.rules if rule.applies(context))
+        plain = _REASONING.sub("", text)
+        return [text, plain] if context.thinks and plain != text else [plain]
 
 
 def load_script(path: Path) -> Script:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from model_defs import source_config
 from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.runner import Runner
@@ -16,7 +17,7 @@ from pensieve_jax.server.engine_process import worker
 from pensieve_jax.server.engine_process.messages import Start
 from pensieve_jax.text import load_tokenizer
 from pensieve_lab.scripted.model import SCRIPT_FILE
-from pensieve_lab.scripted.runner import ScriptedRunner, check_without_host_tier
+from pensieve_lab.scripted.runner import ScriptedRunner, Sizes, check_without_host_tier
 from pensieve_lab.scripted.script import load_script
 from pensieve_lab.scripted.writer import Writer
 
@@ -27,11 +28,12 @@ def make(start: Start) -> Assembled:
     script = load_script(Path(start.model) / SCRIPT_FILE)
     tokenizer = load_tokenizer(start.model)
     assert tokenizer is not None
+    model_config = source_config(start.model, start.config.runner.max_position_embeddings)
     writer = Writer(script, tokenizer)
 
     def wrap(runner: ModelRunner) -> Runner:
-        page_size = start.config.cache.chunk_tokens
-        return ScriptedRunner(runner, writer, page_size=page_size, num_pages=runner.storage.num_pages)
+        sizes = Sizes(start.config.cache.chunk_tokens, runner.storage.num_pages, model_config.vocab_size)
+        return ScriptedRunner(runner, writer, sizes)
 
     return assemble(
         start.model,

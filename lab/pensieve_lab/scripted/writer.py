@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from pensieve_jax.text import Tokenizer
-from pensieve_lab.scripted.script import Script, divide
+from pensieve_lab.scripted.script import REASONING, Script, divide
 
 _log = logging.getLogger(__name__)
 _SPACE: Final = b" \n\t\r"
@@ -55,12 +55,14 @@ class Writer:
         if context.role == "":
             cycle = self._tokenizer.encode(_CONTINUATION, add_bos=False)
             wanted = cycle[len(context_ids) % len(cycle)]
-            return wanted if allows(wanted) else self._other(b"", allows, context.last)
-        rest = remaining(self._script.reply(context), reply)
-        if rest is None:
-            return self._other(b"", allows, context.last)
-        own = self._own_id(rest, allows)
-        return self._other(rest, allows, context.last) if own is None else own
+            return wanted if allows(wanted) else self._other("", allows, context.last)
+        rests = [remaining(text, reply) for text in self._script.replies(context)]
+        known = [rest for rest in rests if rest is not None]
+        for rest in known:
+            own = self._own_id(rest, allows)
+            if own is not None:
+                return own
+        return self._other(known[-1] if known else "", allows, context.last)
 
     def _own_id(self, rest: str, allows: Allows) -> int | None:
         """Return an allowed id that the text begins with, the tokenizer's own choice first."""
@@ -69,6 +71,8 @@ class Writer:
         first = self._tokenizer.encode(rest, add_bos=False)[0]
         if allows(first):
             return first
+        if rest.startswith(REASONING):  # where its mark may not stand, no letters spell it
+            return None
         spelled = rest.encode()
         for length in range(min(self._longest, len(spelled)), 0, -1):
             found = self._id_of.get(spelled[:length])
@@ -76,7 +80,7 @@ class Writer:
                 return found
         return None
 
-    def _other(self, rest: bytes | str, allows: Allows, asked: str) -> int:
+    def _other(self, rest: str, allows: Allows, asked: str) -> int:
         """Return an allowed id where the script's text is not: white space, the end, or an end of JSON."""
         if allows(self._end_id):
             if rest:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationAppend:
@@ -71,6 +73,7 @@ class ResponseRecord:
       status: "queued", "completed", "incomplete", "cancelled" or "failed".
       turn_id: None before there is a turn.
       output_text, finish_reason, usage: data of its turn; usage is a JSON object of `Usage`'s fields.
+      template_input: what its turn was rendered with, and how its text is read.
       error: JSON object of a failed response.
       job: for a queued background response, what is needed to run it again, as it was given.
       logprobs: of each token of the reply, packed by `codec.pack_logprobs`; None if they were not requested.
@@ -93,6 +96,7 @@ class ResponseRecord:
     error: str | None = None
     job: bytes | None = None
     logprobs: bytes | None = None
+    template_input: TemplateInput = NO_INPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ _OWN_FIELDS: Final = (
     *("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s", "expires_at_s"),
     *("background", "status", "turn_id", "completed_at_s", "error", "job"),
 )
-_TURN_FIELDS: Final = ("output_text", "finish_reason", "usage")
+_TURN_FIELDS: Final = ("output_text", "finish_reason", "usage", "messages")
 RECORD: Final = (
     f"SELECT {', '.join(f'responses.{name}' for name in _OWN_FIELDS)}, "
     f"{', '.join(f'turns.{name}' for name in _TURN_FIELDS)} FROM responses "
@@ -55,7 +55,10 @@ def unpack(row: Sequence[Any]) -> ResponseRecord:
         fields |= dict.fromkeys(("turn_id", *_TURN_FIELDS))  # those of the turn that it continues
     elif fields["job"] is not None:
         fields |= {"job": None, "logprobs": fields["job"]}
-    return ResponseRecord(**{**fields, "background": bool(fields["background"])})
+    _, template_input = codec.unpack_messages(fields.pop("messages"))
+    return ResponseRecord(
+        **{**fields, "background": bool(fields["background"]), "template_input": template_input}
+    )
 
 
 def check_draft(draft: object, owner: str | None, field: str) -> tuple[ResponseDraft, list[Item]]:
@@ -114,8 +117,8 @@ def complete(
             job=logprobs,
         )
     if draft.conversation is not None:
-        reply = server_conversations.reply_item(draft.output_item_id, row)
-        server_conversations.append_turn(connection, draft.conversation, [*items, reply], row)
+        reply = server_conversations.packed_reply(draft.output_item_id, row)
+        server_conversations.append_turn(connection, draft.conversation, [*items, *reply], row)
 
 
 def queue(connection: Connection, change: QueueResponse) -> None:

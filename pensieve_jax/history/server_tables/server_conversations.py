@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Collection, Sequence
-from typing import Any, Final
+from typing import Final
 
 from pensieve_jax.core.errors import (
     ConversationChangedError,
@@ -35,6 +35,7 @@ from pensieve_jax.history.server_tables.changes import (
     ItemRow,
     UpdateConversation,
 )
+from pensieve_jax.history.server_tables.reply_items import reply_items
 from pensieve_jax.history.store import TurnKey
 
 ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
@@ -76,17 +77,12 @@ def parse_items(items: str, field: str) -> list[Item]:
     return [(item["id"], json.dumps(item, separators=(",", ":"))) for item in parsed]
 
 
-def reply_item(item_id: str, row: TurnRow) -> Item:
-    """Return a turn's reply as an item of the Conversations API."""
-    part: dict[str, Any] = {"type": "output_text", "text": row.output_text or "", "annotations": []}
-    item = {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": "completed" if row.finish_reason == "stop" else "incomplete",
-        "content": [{**part, "logprobs": []}],
-    }
-    return item_id, json.dumps(item, separators=(",", ":"))
+def packed_reply(item_id: str, row: TurnRow) -> list[Item]:
+    """Return a turn's reply as items of the Conversations API; `item_id` is "msg_" and the turn's id."""
+    status = "completed" if row.finish_reason == "stop" else "incomplete"
+    _, template_input = codec.unpack_messages(row.messages)
+    items = reply_items(item_id.removeprefix("msg_"), row.output_text or "", template_input, status)
+    return [(item["id"], json.dumps(item, separators=(",", ":"))) for item in items]
 
 
 def find(connection: Connection, owner: str, conversation_id: str) -> ConversationRow:

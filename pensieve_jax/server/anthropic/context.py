@@ -1,9 +1,9 @@
 """From the messages of a request to messages as the chat template reads them.
 
-Owns: the conversion of roles and content blocks, and the path in the request of each converted message.
+Owns: the conversion of roles, content blocks and tools, and the path in the request of each message.
 Does not know: turns, templates, or how replies are written. Called by `anthropic.messages`.
 
-A system prompt is the first message. Messages of the user that follow one another are one message, as in
+A system prompt is the first message. Messages of one role that follow one another are one message, as in
 Anthropic's API, since many templates want alternating roles. The texts of an assistant's blocks are joined as
 they are, because a reply that comes back in several blocks must equal the text that was sampled; all other
 texts are joined by a line break.
@@ -14,92 +14,203 @@ model reads it, and a context with it would never be found again, so it is left 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from pensieve_jax.server.anthropic.schemas import ContextFields, MessageParam, TextBlock
-from pensieve_jax.server.http.bodies import MAX_IGNORED, check_num_items, convert
+from pensieve_jax.server.anthropic.schemas import (
+    ContextFields,
+    MessageParam,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.text import Message
 
 _BILLING: Final = "x-anthropic-billing-header:"
 _SEPARATOR: Final = "\n"
+_TEXT_ONLY: Final[Mapping[str, type[Body]]] = {"text": TextBlock}
+_BLOCKS: Final[Mapping[str, Mapping[str, type[Body]]]] = {
+    "system": _TEXT_ONLY,
+    "user": {"text": TextBlock, "tool_result": ToolResultBlock},
+    "assistant": {
+        "text": TextBlock,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+        "tool_use": ToolUseBlock,
+    },
+}
+"""The blocks that messages of each role may have, by their type."""
 
 
 class Context(NamedTuple):
     """The messages of a request.
 
     Attributes:
-      messages: for the chat template, with role and text only.
+      messages: for the chat template.
       paths: the path in the request of each message.
+      prefill: the text with which the reply begins; None without an assistant's message at the end.
+      tools: function tools, as the chat template reads them.
       ignored: paths of fields without an effect.
     """
 
-    messages: list[Message]
-    paths: list[str]
+    messages: Sequence[Message]
+    paths: Sequence[str]
+    prefill: str | None
+    tools: list[dict[str, Any]]
     ignored: tuple[str, ...]
 
 
 def context_of(body: ContextFields) -> Context:
-    """Return the messages of a request; raise ApiError naming the field."""
+    """Return the messages and tools of a request; raise ApiError naming the field."""
     if not body.messages:
         raise invalid_value("messages", "messages is empty, but must be at least one message.")
-    context = Context([], [], ())
-    ignored: dict[str, None] = {}
+    reader = _Reader()
     if body.system is not None:
-        texts = _texts(body.system, "system", ignored)
-        prompt = _SEPARATOR.join(_without_billing(texts, ignored))
-        if prompt:
-            _add(context, "system", prompt, "system")
+        reader.add_system(body.system)
     for index, message in enumerate(body.messages):
-        _add_message(context, message, f"messages[{index}]", ignored)
-    return context._replace(ignored=tuple(ignored))
+        reader.add(message, f"messages[{index}]")
+    tools = [reader.tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
+    prefill = reader.take_prefill()
+    for one in reader.messages:
+        if "tool_calls" in one and not one["content"]:
+            one["content"] = None
+    return Context(reader.messages, reader.paths, prefill, tools, tuple(reader.ignored))
 
 
-def _add(context: Context, role: str, text: str, path: str) -> None:
-    """Add a message; a user's text right after another one is added to that message."""
-    messages = context.messages
-    if role == "user" and messages and messages[-1]["role"] == "user":
-        messages[-1] = {"role": role, "content": messages[-1]["content"] + _SEPARATOR + text}
-        return
-    messages.append({"role": role, "content": text})
-    context.paths.append(path)
+class _Reader:
+    """The messages of one request while its blocks are read.
 
+    Attributes:
+      messages, paths: see `Context`.
+      ignored: paths of fields without an effect, in order.
+    """
 
-def _add_message(context: Context, message: MessageParam, path: str, ignored: dict[str, None]) -> None:
-    texts = list(_texts(message.content, f"{path}.content", ignored))
-    if not texts and message.role != "assistant":
-        raise invalid_value(f"{path}.content", f"{path}.content is empty, but must be text or a block.")
-    separator = "" if message.role == "assistant" else _SEPARATOR
-    _add(context, message.role, separator.join(texts), path)
+    def __init__(self) -> None:
+        """Start before the first message."""
+        self.messages: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.ignored: dict[str, None] = {}
 
+    def add_system(self, system: str | Sequence[Any]) -> None:
+        """Add the system prompt, unless it is empty."""
+        texts = [block.text for _, block in self._blocks(system, "system", _TEXT_ONLY)]
+        prompt = _SEPARATOR.join(self._without_billing(texts))
+        if prompt:
+            self._add({"role": "system", "content": prompt}, "system")
 
-def _texts(content: str | Sequence[Any], path: str, ignored: dict[str, None]) -> Iterator[str]:
-    """Yield the texts of a content; raise ApiError for a block that is no text."""
-    if isinstance(content, str):
-        yield content
-        return
-    check_num_items(content, path)
-    for index, block in enumerate(content):
-        at = f"{path}[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str):
-            raise invalid_value(at, f'{at} must be a content block such as {{"type": "text", "text": "Hi"}}.')
-        if kind != "text":
-            raise unsupported(f"{at}.type", f"the model reads blocks of type text, not {kind}")
-        found, unknown = convert(block, TextBlock, at)
-        if len(ignored) < MAX_IGNORED:
-            ignored.update(dict.fromkeys(unknown))
-        yield found.text
+    def add(self, message: MessageParam, path: str) -> None:
+        """Add a message, whose results of tools are messages of their own."""
+        blocks = self._blocks(message.content, f"{path}.content", _BLOCKS[message.role])
+        if message.role == "assistant":
+            self._add_assistant(blocks, path)
+            return
+        is_empty = True
+        for at, block in blocks:
+            is_empty = False
+            if isinstance(block, ToolResultBlock):
+                texts = self._blocks(block.content or "", f"{at}.content", _TEXT_ONLY)
+                content = _SEPARATOR.join(text.text for _, text in texts)
+                result = {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+                self._add(result, at)
+            else:
+                self._add_text(message.role, block.text, path)
+        if is_empty:
+            raise invalid_value(f"{path}.content", f"{path}.content is empty, but must be text or a block.")
 
+    def take_prefill(self) -> str | None:
+        """Remove an assistant's message at the end, and return its text, or None."""
+        if self.messages[-1]["role"] != "assistant":
+            return None
+        message, path = self.messages.pop(), self.paths.pop()
+        if "tool_calls" in message:
+            raise invalid_value(path, f"{path} has a tool_use block, but no message with its result follows.")
+        if "reasoning" in message:
+            raise unsupported(path, "a reply cannot begin with reasoning that is given")
+        prefill: str = message["content"]
+        return prefill
 
-def _without_billing(texts: Iterable[str], ignored: dict[str, None]) -> Iterator[str]:
-    """Yield the texts of a system prompt without the line for billing, which is noted as ignored."""
-    for text in texts:
-        if not text.startswith(_BILLING):
-            yield text
-            continue
-        ignored["system.x-anthropic-billing-header"] = None
-        _, _, rest = text.partition("\n")
-        if rest:
-            yield rest
+    def tool(self, value: Any, path: str) -> dict[str, Any]:
+        """Return a tool as the chat template reads it; raise ApiError for one that the server would run."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind not in (None, "custom"):
+            raise unsupported(f"{path}.type", f"the client must run its tools, so {kind} is none")
+        tool = self._convert(value, Tool, path)
+        function: dict[str, Any] = {"name": tool.name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        return {"type": "function", "function": function | {"parameters": tool.input_schema}}
+
+    # Private methods
+
+    def _add(self, message: dict[str, Any], path: str) -> None:
+        self.messages.append(message)
+        self.paths.append(path)
+
+    def _add_text(self, role: str, text: str, path: str) -> None:
+        """Add a text, to the message before it if that is the user's, too."""
+        last = self.messages[-1] if self.messages else None
+        if role == "user" and last is not None and last["role"] == role:
+            last["content"] += _SEPARATOR + text
+        else:
+            self._add({"role": role, "content": text}, path)
+
+    def _add_assistant(self, blocks: Iterable[tuple[str, Any]], path: str) -> None:
+        """Add blocks of the assistant, to the message before them if that is the assistant's, too."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self._add({"role": "assistant", "content": ""}, path)
+        message = self.messages[-1]
+        for _, block in blocks:
+            if isinstance(block, ThinkingBlock):
+                message["reasoning"] = message.get("reasoning", "") + block.thinking
+            elif isinstance(block, RedactedThinkingBlock):
+                self._ignore(["messages[].content[].data"])
+            elif isinstance(block, ToolUseBlock):
+                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                call = {"id": block.id, "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
+            else:
+                message["content"] += block.text
+
+    def _blocks(
+        self, content: str | Sequence[Any], path: str, kinds: Mapping[str, type[Body]]
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the blocks of a content with their paths; raise ApiError for one of another type."""
+        if isinstance(content, str):
+            yield path, TextBlock(content)
+            return
+        check_num_items(content, path)
+        for index, value in enumerate(content):
+            at = f"{path}[{index}]"
+            kind = value.get("type") if isinstance(value, dict) else None
+            if not isinstance(kind, str):
+                sentence = f'{at} must be a content block such as {{"type": "text", "text": "Hi"}}.'
+                raise invalid_value(at, sentence)
+            if kind not in kinds:
+                raise unsupported(f"{at}.type", f"{' and '.join(kinds)} are the blocks here, not {kind}")
+            yield at, self._convert(value, kinds[kind], at)
+
+    def _convert[T: Body](self, value: Any, kind: type[T], path: str) -> T:
+        converted, unknown = convert(value, kind, path)
+        self._ignore(unknown)
+        return converted
+
+    def _ignore(self, names: Iterable[str]) -> None:
+        if len(self.ignored) < MAX_IGNORED:
+            self.ignored.update(dict.fromkeys(names))
+
+    def _without_billing(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the texts of a system prompt without the line for billing, which is noted as ignored."""
+        for text in texts:
+            if not text.startswith(_BILLING):
+                yield text
+                continue
+            self._ignore(["system.x-anthropic-billing-header"])
+            _, _, rest = text.partition("\n")
+            if rest:
+                yield rest

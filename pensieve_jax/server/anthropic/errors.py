@@ -27,6 +27,8 @@ _TYPES: Final[Mapping[int, str]] = {
     529: "overloaded_error",
 }
 _OVERLOADED_STATUS: Final = 529
+_NO_THREADS: Final = "thread_unsupported_request"
+"""Code of an error about `thread`, after which the anthropic client sends all messages itself."""
 _TOO_LONG: Final = "prompt is too long"
 """How messages about a full context begin: Claude Code searches for these words, and then compacts."""
 
@@ -43,7 +45,8 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     message = error.message
     if error.code == "context_length_exceeded":
         message = f"{_TOO_LONG}: {message}"
-    details = {"error_code": error.code, "param": error.param}
+    is_thread = error.code == "unsupported_parameter" and error.param == "thread"
+    details = {"error_code": _NO_THREADS if is_thread else error.code, "param": error.param}
     return {
         "type": "error",
         "error": {"type": kind, "message": message, "details": details},

@@ -31,6 +31,64 @@ class TextBlock(Body):
     text: str
 
 
+class ThinkingBlock(Body):
+    """Reasoning of an earlier reply. Its signature is not checked."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"type", "signature", "cache_control"})
+
+    thinking: str
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that only the server that encrypted it can read."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"type", "cache_control"})
+
+    data: str
+
+
+class ToolUseBlock(Body):
+    """A call of a tool by the assistant."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"type", "cache_control", "caller"})
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    """The result of a call. The model reads its content, and not `is_error`."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"type", "cache_control"})
+
+    tool_use_id: str
+    content: str | list[Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the client runs."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "defer_loading": (False,),
+        "input_examples": ([],),
+        "allowed_callers": (["direct"],),
+    }
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"type", "cache_control", "eager_input_streaming"})
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+
+
+class ToolChoice(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
 class MessageParam(Body):
     """A message, with a text or with content blocks. Blocks are converted one by one, by their type."""
 
@@ -42,6 +100,7 @@ class ThinkingConfig(Body):
     """Whether the model may think before it answers."""
 
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class ContextEdit(Body):
@@ -66,10 +125,18 @@ class ContextManagement(Body):
                 raise unsupported(f"{at}.keep", "no reasoning is removed", ("all",))
 
 
+class OutputFormat(Body):
+    """The form of a reply: JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(Body):
     """How much effort a reply takes, and its format."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ()}
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class ContextFields(Body, kw_only=True):
@@ -77,8 +144,6 @@ class ContextFields(Body, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **UNSUPPORTED_TEMPLATE,
-        "tools": ([],),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
         "mcp_servers": ([],),
         "container": (),
         "thread": (),
@@ -96,6 +161,8 @@ class ContextFields(Body, kw_only=True):
     messages: list[MessageParam]
     model: str | None = None
     system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     context_management: ContextManagement | None = None
     output_config: OutputConfig | None = None
@@ -120,7 +187,6 @@ class MessagesBody(ContextFields, kw_only=True):
         "n": (1,),
         "logprobs": (False, 0),
         "top_logprobs": (0,),
-        "output_format": (),
         "speed": ("standard",),
         "service_tier": ("auto", "standard_only"),
         "inference_geo": ("global",),
@@ -148,3 +214,4 @@ class MessagesBody(ContextFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: Seed | None = None
+    output_format: OutputFormat | None = None

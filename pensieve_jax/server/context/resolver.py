@@ -50,6 +50,7 @@ from pensieve_jax.text.messages import (
     check_results,
     num_characters,
 )
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
 MatchKind = Literal["id", "message", "chunk", "none"]
 
@@ -195,6 +196,7 @@ class Resolver:
         fingerprint: str,
         index: TurnIndex,
         *,
+        parsers: Parsers = AUTOMATIC,
         is_routed: bool = False,
         root_for: RootFor = new_root,
     ) -> None:
@@ -204,12 +206,14 @@ class Resolver:
           tokenizer: the model's tokenizer.
           fingerprint: the fingerprint of the model's history.
           index: the turns that may be parents.
+          parsers: how replies are read; see `ChatFormat`.
           is_routed: whether there are several engines, and all turns of one root run on one of them. The root
             of a new context that is not durable then follows from its first messages. A front end that has
             forgotten the context's turns therefore still sends it to the engine with its KV cache.
           root_for: chooses all other new roots.
         """
         self._is_routed = is_routed
+        self._parsers = parsers
         self.root_for = root_for
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
@@ -399,12 +403,12 @@ class Resolver:
             epoch=new.epoch,
             index=self._index,
             replies=self._replies,
-            template_input=new.template_input,
+            template_input=self._chat_format().with_reasoning(new.template_input, token_ids),
         )
 
     def _chat_format(self) -> ChatFormat:
         if self._format is None:
-            self._format = ChatFormat(self._tokenizer)
+            self._format = ChatFormat(self._tokenizer, parsers=self._parsers)
         return self._format
 
 

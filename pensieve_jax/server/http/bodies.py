@@ -33,7 +33,6 @@ MAX_IGNORED: Final = 500
 """Limit of unknown fields that are listed; the response header has no room for more."""
 MAX_DEPTH_ERROR = "The body is nested too deeply."
 _NOTHING: Final[tuple[Any, ...]] = (None, False, "", [], {})
-_OFFER = "the model calls no tools; `pensieve serve --tools=ignore` accepts them without effect"
 # msgspec gives the path, the bound and the expected type of an invalid field only in the text of its error.
 # These patterns read that text. An error that a release words otherwise is reported less precisely.
 _PATH: Final = re.compile(r" - at `(?:key in )?\$(?P<path>.*)`\Z")
@@ -72,8 +71,8 @@ class Body(msgspec.Struct):
         MISPLACED: fields that belong to other routes, each with a hint that names the right route or field.
           Values that ask for nothing, such as False, are accepted; if a field is in UNSUPPORTED too, the
           values there.
-        OPTIONAL_OFFERS: fields of UNSUPPORTED that offer the model options it need not use, such as tools.
-          A server setting can have them ignored.
+        OPTIONAL_OFFERS: fields that offer the model options it need not use, such as tools. A server setting
+          can have them ignored.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -152,7 +151,7 @@ def _check_fields(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> N
                 if inner is not None and not _is_one_of(inner, taken):
                     if name in body.MISPLACED:
                         raise misplaced(path, body.MISPLACED[name])
-                    raise unsupported(path, _OFFER if name in body.OPTIONAL_OFFERS else "", taken)
+                    raise unsupported(path, taken=taken)
             elif name in body.MISPLACED and not _is_one_of(inner, _NOTHING):
                 raise misplaced(path, body.MISPLACED[name])
             elif name not in body.IGNORED and len(ignored) < MAX_IGNORED:

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.text.tool_formats import AUTO, Parsers, reasoning_format, tool_format
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:\d{1,5})?\Z")
 MAX_BODY_BYTES = 10 * 2**20
@@ -33,8 +34,10 @@ class ServerSettings:
         in the history.
       max_index_bytes: memory for the index that finds the turn a request continues from; the history has all
         durable turns.
-      tools: how to treat tools in requests, since the model calls none: "refuse" rejects the request, naming
-        the field; "ignore" serves it without them. A request that demands a call is always rejected.
+      tools: how to treat tools in requests: "auto" renders them, and rejects the request if the model's chat
+        template takes none; "ignore" serves the request without them. A request that demands a call is always
+        rejected.
+      tool_call_parser, reasoning_parser: as in `EngineConfig`.
       max_body_bytes: size limit of a request body.
       body_timeout_s: time limit for receiving a body.
       max_in_flight_per_key: turns that one key may have at a time, if there are keys.
@@ -56,7 +59,9 @@ class ServerSettings:
     served_model_name: str | None = None
     chat_history: str = "memory"
     max_index_bytes: int = MAX_INDEX_BYTES
-    tools: str = "refuse"
+    tools: str = "auto"
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 30.0
     max_in_flight_per_key: int = 64
@@ -72,8 +77,10 @@ class ServerSettings:
         """Raise ConfigError for invalid values, and for a public address without keys."""
         if self.chat_history not in ("memory", "durable"):
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
-        if self.tools not in ("refuse", "ignore"):
-            raise ConfigError("tools", self.tools, "refuse or ignore")
+        if self.tools not in ("auto", "ignore"):
+            raise ConfigError("tools", self.tools, "auto or ignore")
+        tool_format(self.tool_call_parser, None)
+        reasoning_format(self.reasoning_parser, None)
         for origin in self.cors_origin:
             if origin != "*" and not _ORIGIN.match(origin):
                 limit = "scheme://host or scheme://host:port, as browsers send it, or *"
@@ -96,6 +103,11 @@ class ServerSettings:
             )
         if not self.drain_s >= 0:
             raise ConfigError("drain_s", self.drain_s, "at least 0")
+
+    @property
+    def parsers(self) -> Parsers:
+        """How replies are read."""
+        return Parsers(self.tool_call_parser, self.reasoning_parser)
 
     @property
     def is_loopback(self) -> bool:

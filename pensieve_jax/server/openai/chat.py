@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import renamed_fields
@@ -26,18 +27,29 @@ from pensieve_jax.server.openai.prompt_logprobs import (
     prompt_logprobs_field,
     scored_by_the_first,
 )
-from pensieve_jax.server.openai.schemas import ChatBody
+from pensieve_jax.server.openai.schemas import ChatBody, rendering
 from pensieve_jax.server.turns.checks import check_metadata, check_model
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
+from pensieve_jax.server.turns.structured import AskedForm, asked_form
+from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
+from pensieve_jax.text.reply_events import (
+    ArgumentText,
+    CallBegun,
+    CallEnded,
+    ContentText,
+    ReasoningText,
+    ReplyEvent,
+)
 
 
 async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    completion = await call.run_cpu(ChatCompletion, call, body)
+    form = await asked_form(call, body)
+    completion = await call.run_cpu(ChatCompletion, call, body, form)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -47,19 +59,23 @@ ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
 class ChatCompletion:
     """One chat completion request, from its messages to its response. It is a `WireFormat`."""
 
-    fields: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
-
-    def __init__(self, call: HttpRequest, body: ChatBody) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
+        """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
+        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **asked.fields}
+        self._form = asked.form
         self._services = call.services
         self._body = body
         check_metadata(body.metadata)
+        messages, template_input = rendering(
+            body, body.messages, call.services.chat_format, body.reasoning_effort
+        )
         self._turns = MessageTurns(
             call,
-            body.context(),
+            messages,
             num_replies=body.num_choices,
             store=body.store,
             metadata=body.metadata,
+            template_input=template_input,
             is_new=body.prompt_logprobs is not None,
         )
         self._max_tokens = body.max_completion_tokens or body.max_tokens
@@ -67,6 +83,7 @@ class ChatCompletion:
         self._num_prompt_logprobs = body.prompt_logprobs
         check_not_streamed("prompt_logprobs", body.prompt_logprobs, body.stream)
         self._created = int(self._services.now_s())
+        self._streams: dict[int, ReplyDeltas | None] = {}
 
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
@@ -81,15 +98,17 @@ class ChatCompletion:
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the response with the messages of all choices, without usage."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": self._logprobs(output.logprobs),
-                "finish_reason": output.finish_reason,
-            }
-            for index, output in enumerate(outputs)
-        ]
+        choices = []
+        for index, output in enumerate(outputs):
+            parts = self._turns.parts(index, output.text)
+            choices.append(
+                {
+                    "index": index,
+                    "message": _message(parts),
+                    "logprobs": self._logprobs(output.logprobs),
+                    "finish_reason": finish_reason(output.finish_reason, num_calls=len(parts.calls)),
+                }
+            )
         whole = {**self._head("chat.completion"), "choices": choices}
         number, entries = self._num_prompt_logprobs, outputs[0].prompt_logprobs
         if number is not None and entries is not None:
@@ -105,20 +124,37 @@ class ChatCompletion:
             _choice(index, b'{"role":"assistant","content":""}') for index in range(self._body.num_choices)
         ]
 
-    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
+    def choices(self, index: int, delta: AsyncDelta) -> Iterable[bytes]:
         """Return text and logprobs; the logprobs of a character with several tokens precede its text."""
         if not delta.text and not delta.logprobs:
-            return None
-        content = b'{"content":' + encode_json(delta.text) + b"}"
+            return ()
+        stream = self._stream(index)
+        texts = [_content(delta.text)] if stream is None else stream.deltas(delta.text)
         if delta.logprobs is None:
-            return _choice(index, content)
-        return _choice(index, content, encode_json(self._logprobs(delta.logprobs)))
+            return [_choice(index, text) for text in texts]
+        # The first delta has the logprobs of all tokens since the one before.
+        first, *others = texts or [_content("")]
+        logprobs = encode_json(self._logprobs(delta.logprobs))
+        return [_choice(index, first, logprobs), *(_choice(index, text) for text in others)]
 
-    def last_choice(self, index: int, reason: FinishReason) -> bytes:
-        """Return the last delta of a choice, with only its finish reason."""
-        return _choice(index, b"{}", reason=reason)
+    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
+        """Return what was held back, and the last delta of a choice, with only its finish reason."""
+        stream = self._stream(index)
+        rest = [] if stream is None else stream.end()
+        found = finish_reason(reason, num_calls=0 if stream is None else stream.num_calls)
+        return [*(_choice(index, text) for text in rest), _choice(index, b"{}", reason=found)]
 
     # Private methods
+
+    def _stream(self, index: int) -> ReplyDeltas | None:
+        """Return the stream of a choice's parts; None if its reply is content only."""
+        if index not in self._streams:
+            context = self._turns.contexts[index]
+            template = context.template_input
+            self._streams[index] = (
+                ReplyDeltas(template, context.node.turn_id) if has_parts(template) else None
+            )
+        return self._streams[index]
 
     def _params(self, room: int) -> list[SamplingParams]:
         """Return the parameters of each choice, for contexts that leave `room` tokens for a reply."""
@@ -127,6 +163,7 @@ class ChatCompletion:
             self._services.defaults,
             max_tokens=self._max_tokens or max(1, room),
             logprobs=self._num_logprobs,
+            structured=self._form,
         )
         return scored_by_the_first(params, self._num_prompt_logprobs)
 
@@ -153,6 +190,67 @@ class ChatCompletion:
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         texts = self._services.token_texts
         return {"token": texts.text(token_id), "logprob": logprob, "bytes": texts.raw(token_id)}
+
+
+class ReplyDeltas:
+    """The deltas of a reply with parts, as encoded JSON objects, from its text as it arrives."""
+
+    def __init__(self, template: TemplateInput, turn_id: str) -> None:
+        """Start at the beginning of the reply of the turn `turn_id`."""
+        self._parser = new_parser(template)
+        self._reply, self._turn_id = template.reply, turn_id
+        self.num_calls = 0
+
+    def deltas(self, text: str) -> list[bytes]:
+        """Return the deltas of the next piece of text."""
+        return [encode_json(self._delta(event)) for event in _shown(self._parser.feed(text))]
+
+    def end(self) -> list[bytes]:
+        """Return the deltas of what was held back."""
+        return [encode_json(self._delta(event)) for event in _shown(self._parser.end())]
+
+    def _delta(self, event: ReplyEvent) -> dict[str, Any]:
+        match event:
+            case ReasoningText(text):
+                return {"reasoning": text, "reasoning_content": text}
+            case CallBegun(call, name, header):
+                self.num_calls += 1
+                function: dict[str, Any] = {"name": name, "arguments": ""}
+                found = call_id(self._turn_id, call, row=self._reply.calls, header=header)
+                return {
+                    "tool_calls": [{"index": call, "id": found, "type": "function", "function": function}]
+                }
+            case ArgumentText(call, text):
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+        assert isinstance(event, ContentText)
+        return {"content": event.text}
+
+
+def _shown(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
+    return [event for event in events if not isinstance(event, CallEnded)]
+
+
+def _message(parts: ReplyParts) -> dict[str, Any]:
+    """Return the message of a choice; one that only calls tools has no content."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
+    if parts.reasoning:
+        message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
+    if parts.calls:
+        message["content"] = parts.content or None
+        message["tool_calls"] = [
+            {"id": found, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for found, name, arguments in parts.calls
+        ]
+    return message
+
+
+def finish_reason(reason: FinishReason, *, num_calls: int) -> str:
+    """Return how a choice ended: a complete reply with calls ends with "tool_calls"."""
+    return "tool_calls" if num_calls and reason == "stop" else reason
+
+
+def _content(text: str) -> bytes:
+    return b'{"content":' + encode_json(text) + b"}"
 
 
 def _choice(index: int, delta: bytes, logprobs: bytes = b"null", *, reason: str | None = None) -> bytes:

@@ -48,12 +48,12 @@ class WireFormat(Protocol):
         """Return the choices to send before any text."""
         ...
 
-    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
-        """Return the choice for a delta of a turn, or None if there is nothing to send."""
+    def choices(self, index: int, delta: AsyncDelta) -> Iterable[bytes]:
+        """Return the choices for a delta of a turn, each for a chunk of its own."""
         ...
 
-    def last_choice(self, index: int, reason: FinishReason) -> bytes:
-        """Return the choice that reports the end of a turn."""
+    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
+        """Return the choices for the end of a turn; the last one has its finish reason."""
         ...
 
 
@@ -95,9 +95,12 @@ async def _chunks(
                 if delta is None:
                     output = running.turns[index].output
                     assert output is not None
-                    yield event(before + wire_format.last_choice(index, output.finish_reason) + after)
-                elif (choice := wire_format.choice(index, delta)) is not None:
-                    yield event(before + choice + after)
+                    choices = wire_format.last_choices(index, output.finish_reason)
+                else:
+                    choices = wire_format.choices(index, delta)
+                chunks = b"".join(event(before + choice + after) for choice in choices)
+                if chunks:
+                    yield chunks
     except (ApiError, PensieveError) as error:
         yield event(encode_json(as_api_error(error, wire_format.fields).body))
     else:

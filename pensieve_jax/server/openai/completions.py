@@ -50,8 +50,14 @@ from pensieve_jax.server.turns.checks import (
 )
 from pensieve_jax.server.turns.items import stored_item
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
-from pensieve_jax.server.turns.sampling import SamplingFields, choice_params, completion_usage
+from pensieve_jax.server.turns.sampling import (
+    TEMPLATE_FIELDS,
+    SamplingFields,
+    choice_params,
+    completion_usage,
+)
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
+from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text.token_texts import Echo, TokenOffsets, echo_of
 
@@ -66,6 +72,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
+        **TEMPLATE_FIELDS,
         "add_special_tokens": (True,),
     }
     MISPLACED: ClassVar[Mapping[str, str]] = {
@@ -104,7 +111,8 @@ async def create_completion(call: HttpRequest) -> HttpResponse:
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
     estimate = WorkEstimate(is_long(len(call.body)), body.previous_response_id is not None)
-    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body)
+    form = await asked_form(call, body)
+    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body, form)
     await call.run_cpu(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 
@@ -188,10 +196,10 @@ def _turn_ids(
 class Completion:
     """One completion request, from its prompts to its response. It is a `WireFormat`."""
 
-    fields: Final[Mapping[str, str]] = {"durable": "store"}
-
-    def __init__(self, call: HttpRequest, body: CompletionBody) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(self, call: HttpRequest, body: CompletionBody, asked: AskedForm) -> None:
+        """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
+        self.fields: Final[Mapping[str, str]] = {"durable": "store", **asked.fields}
+        self._form = asked.form
         self._services = call.services
         self._notes = call.notes
         self._wait = call.unless_gone
@@ -253,6 +261,7 @@ class Completion:
             services.defaults,
             max_tokens=self._max_tokens,
             logprobs=body.logprobs,
+            structured=self._form,
         )
         params = scored_by_the_first(params, body.num_scored)
 
@@ -325,16 +334,16 @@ class Completion:
         num_replies = len(self._prompts) * self._body.num_choices
         return [_choice(index, self._echoed(index)) for index in range(num_replies)]
 
-    def choice(self, index: int, delta: AsyncDelta) -> bytes | None:
+    def choices(self, index: int, delta: AsyncDelta) -> Iterable[bytes]:
         """Return text, logprobs and token ids; some token ids have no text."""
         if not delta.text and not delta.logprobs and not self._body.return_token_ids:
-            return None
+            return ()
         token_ids = delta.token_ids if self._body.return_token_ids else None
-        return _choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids)
+        return (_choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids),)
 
-    def last_choice(self, index: int, reason: FinishReason) -> bytes:
+    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
         """Return the last chunk of a choice, with only its finish reason."""
-        return _choice(index, "", reason=reason)
+        return (_choice(index, "", reason=reason),)
 
     # Private methods
 

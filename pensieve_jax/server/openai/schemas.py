@@ -7,14 +7,17 @@ Does not know: turns, templates, responses. Called by `openai.chat` and `server.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from msgspec import Meta
 
+from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.server.turns.sampling import SamplingFields, Tokens
-from pensieve_jax.text import Message
+from pensieve_jax.server.turns.template import FunctionTool, checked_tools, divided, template_input
+from pensieve_jax.text import ChatFormat, Message
+from pensieve_jax.text.messages import checked_call
 
 _RESPONSES_ONLY: Final = (
     "Use /v1/responses to continue from stored turns; requests of this route contain all messages."
@@ -32,15 +35,33 @@ class ContentPart(Body):
     text: str | None = None
 
 
+class CalledFunction(Body):
+    """The function of a tool call, with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A tool call in a message of the assistant."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"custom": ()}
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"index"})
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Body):
-    """A message of a chat, as clients send it."""
+    """A message of a chat, as clients send it.
+
+    Servers name reasoning `reasoning` or `reasoning_content`; both are read.
+    """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],),
         "function_call": (),
         "audio": (),
-        "reasoning_content": ("",),
-        "reasoning": ("",),
         "reasoning_details": ([],),
         "thinking": ("", []),
         "prefix": (False,),
@@ -51,12 +72,43 @@ class ChatMessage(Body):
     role: str
     content: str | list[ContentPart] | None = None
     refusal: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     def as_message(self, at: str) -> Message:
-        """Return the message's role and whole text; raise ApiError if it has no text. `at` is its path.
+        """Return the message as templates read it, with its whole text. `at` is its path.
 
-        An assistant's message may have no content, as in OpenAI's schema; a refusal is then its text.
+        An assistant's message may have no content, as in OpenAI's schema; a refusal is then its text. Raises
+        ApiError for a message without text, and InvalidRequestError for broken arguments of a call.
         """
+        message: dict[str, Any] = {"role": self.role, "content": self._text(at)}
+        calls = self._calls(at)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        if self.role == "tool" and not self.tool_call_id:
+            field = f"{at}.tool_call_id"
+            raise invalid_value(
+                field, f"{field} is missing, but must be the id of the call that is answered."
+            )
+        reasoning = self.reasoning or self.reasoning_content
+        if reasoning and self.role != "assistant":
+            raise invalid_value(f"{at}.reasoning", f"{at} has reasoning, but its role is {self.role!r}.")
+        others = {"tool_call_id": self.tool_call_id, "name": self.name, "reasoning": reasoning}
+        return message | {key: value for key, value in others.items() if value}
+
+    def _calls(self, at: str) -> list[dict[str, Any]]:
+        calls = self.tool_calls or []
+        if calls and self.role != "assistant":
+            raise invalid_value(f"{at}.tool_calls", f"{at} has tool_calls, but its role is {self.role!r}.")
+        return [
+            checked_call(call.id, call.function.name, call.function.arguments, f"{at}.tool_calls[{index}]")
+            for index, call in enumerate(calls)
+        ]
+
+    def _text(self, at: str) -> str:
         content = self.content
         if self.refusal:
             if content:
@@ -65,13 +117,10 @@ class ChatMessage(Body):
         if content is None and self.role == "assistant":
             content = ""
         if isinstance(content, list):
-            return {
-                "role": self.role,
-                "content": "".join(_text(part, i, at) for i, part in enumerate(content)),
-            }
+            return "".join(_text(part, i, at) for i, part in enumerate(content))
         if content is None:
             raise invalid_value(f"{at}.content", f"{at}.content is missing, but must be text.")
-        return {"role": self.role, "content": content}
+        return content
 
 
 def _text(part: ContentPart, index: int, at: str) -> str:
@@ -83,12 +132,54 @@ def _text(part: ContentPart, index: int, at: str) -> str:
     return part.text
 
 
+class TemplateFields(Protocol):
+    """The request fields that decide how messages are rendered, of several bodies."""
+
+    tools: list[FunctionTool] | None
+    chat_template_kwargs: dict[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def rendering(
+    body: TemplateFields,
+    messages: list[ChatMessage],
+    chat_format: ChatFormat | None,
+    effort: str | None = None,
+) -> tuple[list[Message], TemplateInput]:
+    """Return the messages without a prefill, and what the template gets beside them.
+
+    Args:
+      body: the request.
+      messages: its messages.
+      chat_format: the model's chat template, if it has one.
+      effort: the reasoning effort of the request.
+
+    Raises ApiError and InvalidRequestError naming the field.
+    """
+    if not messages:
+        raise invalid_value("messages", "messages is empty, but must be at least one message.")
+    all_messages = [message.as_message(f"messages[{i}]") for i, message in enumerate(messages)]
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        sentence = "add_generation_prompt and continue_final_message exclude each other."
+        raise invalid_value("add_generation_prompt", sentence)
+    context, prefill = divided(all_messages, continues=continues)
+    return context, template_input(
+        chat_format,
+        tools=checked_tools(body.tools or ()),
+        arguments=body.chat_template_kwargs,
+        effort=effort,
+        prefill=prefill,
+        generation_prompt=continues or body.add_generation_prompt is not False,
+    )
+
+
 class ChatBody(SamplingFields, kw_only=True):
     """The request body that `POST /v1/chat/completions` takes."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **SamplingFields.UNSUPPORTED,
-        "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
@@ -116,15 +207,14 @@ class ChatBody(SamplingFields, kw_only=True):
     OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
 
     messages: list[ChatMessage]
+    tools: list[FunctionTool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-
-    def context(self) -> list[Message]:
-        """Return the messages with role and text only; raise ApiError naming the field."""
-        if not self.messages:
-            raise invalid_value("messages", "messages is empty, but must be at least one message.")
-        return [message.as_message(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def num_logprobs(self) -> int | None:
         """Return the engine's `logprobs`: None for none, 0 for chosen tokens only, k also for the top k."""

@@ -24,9 +24,38 @@ _REPLY_ID: Final = re.compile(r"msg_([0-9a-f]{32})\Z")
 _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
 
-def item_of(message: Mapping[str, Any]) -> Item:
-    """Convert a text message to a stored item without an id."""
-    return stored_item(message["role"], [message["content"]])
+def items_of(messages: Iterable[Message]) -> list[Item]:
+    """Convert messages to stored items without ids. One of the assistant may become several items."""
+    items: list[Item] = []
+    for message in messages:
+        if message["role"] == "tool":
+            items.append(output_item(message["tool_call_id"], message["content"]))
+            continue
+        if message.get("reasoning"):
+            items.append(reasoning_item(message["reasoning"]))
+        if message["content"] is not None:
+            items.append(stored_item(message["role"], [message["content"]]))
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            items.append(call_item(call["id"], function["name"], function["arguments"]))
+    return items
+
+
+def call_item(call_id: str, name: str, arguments: str) -> Item:
+    """Return a stored item without an id: a call of a function."""
+    call = {"call_id": call_id, "name": name, "arguments": arguments}
+    return {"type": "function_call", "status": "completed", **call}
+
+
+def output_item(call_id: str, output: str) -> Item:
+    """Return a stored item without an id: the result of a call."""
+    return {"type": "function_call_output", "status": "completed", "call_id": call_id, "output": output}
+
+
+def reasoning_item(text: str) -> Item:
+    """Return a stored item without an id: the reasoning before a reply."""
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "status": "completed", "summary": [], "content": content}
 
 
 def stored_item(role: str, texts: Sequence[str]) -> Item:
@@ -43,15 +72,60 @@ def output_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def message_of(item: Mapping[str, Any]) -> Message:
-    """Convert a stored item to a message for the model, with the texts of its parts joined."""
-    text = "".join(part.get("text") or part.get("refusal") or "" for part in item["content"])
-    return {"role": item["role"], "content": text}
-
-
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Convert stored items to messages."""
-    return [message_of(item) for item in items]
+    """Convert stored items to messages, with the texts of their parts joined.
+
+    Items of one reply become one message: its reasoning, its text and its calls. A text after a call that has
+    no result yet belongs to the same reply; a text after a text is another message.
+    """
+    messages: list[Message] = []
+    reply: dict[str, Any] | None = None  # the last message, while further items may belong to it
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message" and item["role"] == "assistant":
+            if reply is None or (reply["content"] is not None and "tool_calls" not in reply):
+                reply = _new_reply(messages)
+            reply["content"] = (reply["content"] or "") + text_of(item)
+        elif kind == "function_call":
+            reply = reply or _new_reply(messages)
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            reply.setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            if not text_of(item):
+                continue  # only a summary, which models do not read
+            if reply is None or reply["content"] is not None or "tool_calls" in reply:
+                reply = _new_reply(messages)
+            reply["reasoning"] = reply.get("reasoning", "") + text_of(item)
+        else:
+            reply = None
+            messages.append(_other_message(item, kind))
+    for index, message in enumerate(messages):
+        if message["content"] is None and "tool_calls" not in message:
+            messages[index] = {**message, "content": ""}  # of reasoning alone
+    return messages
+
+
+def _new_reply(messages: list[Message]) -> dict[str, Any]:
+    reply: dict[str, Any] = {"role": "assistant", "content": None}
+    messages.append(reply)
+    return reply
+
+
+def _other_message(item: Mapping[str, Any], kind: str) -> Message:
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+    return {"role": item["role"], "content": text_of(item)}
+
+
+def text_of(item: Mapping[str, Any]) -> str:
+    """Return the text that the model reads of a stored item."""
+    kind = item.get("type", "message")
+    if kind == "function_call":
+        return f"{item['name']}{item['arguments']}"
+    if kind == "function_call_output":
+        return str(item["output"])
+    return "".join(part.get("text") or part.get("refusal") or "" for part in item.get("content") or ())
 
 
 def reply_id(turn_id: str) -> str:

@@ -7,6 +7,7 @@ Does not know: request schemas, or how a reply is written. Called by the handler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,16 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
-from pensieve_jax.server.turns.items import item_of
+from pensieve_jax.server.turns.forms import behind_reasoning
+from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
+from pensieve_jax.text.replies import ReplyParts, added_parts
+from pensieve_jax.text.tools import num_tool_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
 """Returns the parameters of each reply, given the number of tokens that the context leaves for it."""
@@ -48,11 +52,11 @@ class MessageTurns:
         self,
         call: HttpRequest,
         messages: Sequence[Message],
+        template_input: TemplateInput = NO_INPUT,
         *,
         num_replies: int = 1,
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
-        template_input: TemplateInput = NO_INPUT,
         paths: Sequence[str] | None = None,
         is_new: bool = False,
     ) -> None:
@@ -61,10 +65,10 @@ class MessageTurns:
         Args:
           call: the request.
           messages: the whole context, of well-formed messages.
+          template_input: what the template gets beside them.
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
-          template_input: what the chat template gets beside the messages.
           is_new: whether the whole context is computed as the prompt of a new tree, whatever it could
             continue from.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
@@ -75,7 +79,7 @@ class MessageTurns:
         self._wait = call.unless_gone
         self._owner = call.owner
         self._messages = messages
-        self._num_characters = num_characters(messages)
+        self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
         self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
@@ -124,6 +128,11 @@ class MessageTurns:
         resolved = await self._run_cpu(partial(self._resolve, token_limit=None), Memory.ALL)
         return resolved.num_context_tokens
 
+    def parts(self, index: int, text: str) -> ReplyParts:
+        """Return the parts of a reply's text; a prefill is no part of it."""
+        context = self.contexts[index]
+        return added_parts(text, context.template_input, turn=context.node.turn_id)
+
     # Private methods
 
     async def _run_cpu(self, work: Callable[[Memory], ResolvedContext], memory: Memory) -> ResolvedContext:
@@ -159,10 +168,21 @@ class MessageTurns:
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        params = [self._behind_reasoning(one) for one in params_of(room)]
         return [
             context.spec(one, self._attachment(context, one))
-            for context, one in zip(self.contexts, params_of(room), strict=True)
+            for context, one in zip(self.contexts, params, strict=True)
         ]
+
+    def _behind_reasoning(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with a form, if they have one, that begins behind the reply's reasoning."""
+        tokenizer, context = self._services.tokenizer, self.contexts[0]
+        if params.structured is None or tokenizer is None:
+            return params
+        form = behind_reasoning(
+            params.structured, context.template_input, context.prompt_token_ids, tokenizer
+        )
+        return replace(params, structured=form)
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
         """Return the record to commit with a turn that is stored, else None."""
@@ -171,5 +191,5 @@ class MessageTurns:
             return None
         services = self._services
         echo = completion_echo(services.model_name, params, self._metadata)
-        items = map(item_of, context.messages)
+        items = items_of(context.messages)
         return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 
@@ -13,6 +14,7 @@ from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.seeds import new_seed
+from tests.server.anthropic.streams import blocks_of, events_of
 from tests.server.fakes import MODEL, FakeEngine, Harness, sampled, say
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -33,18 +35,6 @@ def ask(harness: Harness, body, path=PATH, headers=None):
     return status, json.loads(raw)
 
 
-def events_of(raw: bytes) -> list:
-    """Return the events of a stream; each has its type as its name, too."""
-    parts = raw.decode().split("\n\n")
-    assert parts.pop() == ""
-    found = []
-    for part in parts:
-        name, data = part.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
 def streamed(harness: Harness, body):
     """Return the message that the events of a stream add up to, as the anthropic client adds them."""
     status, headers, raw = asyncio.run(post(harness, body | {"stream": True}))
@@ -57,17 +47,8 @@ def streamed(harness: Harness, body):
     )
     message = first["message"]
     assert message["content"] == [] and message["stop_reason"] is None
-    for event in middle:
-        match event["type"]:
-            case "content_block_start":
-                assert event["index"] == len(message["content"])
-                message["content"].append(event["content_block"])
-            case "content_block_delta":
-                assert event["index"] == len(message["content"]) - 1 and event["delta"]["text"]
-                message["content"][-1]["text"] += event["delta"]["text"]
-            case kind:
-                assert kind == "content_block_stop" and event["index"] == len(message["content"]) - 1
-    return message | delta["delta"] | {"usage": message["usage"] | delta["usage"]}
+    usage = message["usage"] | delta["usage"]
+    return message | delta["delta"] | {"content": blocks_of(middle), "usage": usage}
 
 
 def test_a_message_and_its_usage():
@@ -233,7 +214,7 @@ def test_what_claude_code_sends_is_accepted_and_its_state_is_found():
     status, out, raw = asyncio.run(post(harness, body_of(**CLAUDE_CODE), f"{PATH}?beta=true", headers))
     assert status == 200
     assert out["x-ignored-fields"] == (
-        "thinking.budget_tokens,output_config.effort,system.x-anthropic-billing-header"
+        "thinking.budget_tokens,system.x-anthropic-billing-header,output_config.effort"
     )
     history = [*HELLO, {"role": "assistant", "content": json.loads(raw)["content"]}, *HELLO]
     system = [
@@ -311,25 +292,17 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"temperature": -1}, 400, "invalid_request_error", "invalid_value", "temperature"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "invalid_value", "stop_sequences"),
         ({"system": [IMAGE]}, 400, "invalid_request_error", "unsupported_parameter", "system[0].type"),
-        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "unsupported_parameter", "tools"),
-        (
-            {"tool_choice": {"type": "any"}},
-            400,
-            "invalid_request_error",
-            "unsupported_parameter",
-            "tool_choice",
-        ),
         ({"stop": ["x"]}, 400, "invalid_request_error", "unsupported_parameter", "stop"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error", "unsupported_parameter", "mcp_servers"),
         ({"min_tokens": 3}, 400, "invalid_request_error", "unsupported_parameter", "min_tokens"),
-        ({"speed": "fast"}, 400, "invalid_request_error", "unsupported_parameter", "speed"),
         (
-            {"output_config": {"format": {"type": "json_schema"}}},
+            {"thread": {"type": "create"}},
             400,
             "invalid_request_error",
-            "unsupported_parameter",
-            "output_config.format",
+            "thread_unsupported_request",
+            "thread",
         ),
+        ({"speed": "fast"}, 400, "invalid_request_error", "unsupported_parameter", "speed"),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             400,
@@ -395,6 +368,7 @@ def test_tools_are_ignored_if_the_server_says_so():
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     status, headers, _ = asyncio.run(post(harness, body_of(tools=tools, tool_choice={"type": "auto"})))
     assert status == 200 and headers["x-ignored-fields"] == "tools"
+    assert not harness.engine.turns[0].spec.template_input.tools
 
 
 def test_a_full_context_is_refused_in_the_words_that_clients_search_for():
@@ -418,6 +392,24 @@ def test_a_server_that_accepts_no_turns_is_overloaded(state, status, kind):
     body = json.loads(raw)
     assert (found, body["error"]["type"]) == (status, kind) and headers["retry-after"]
     assert body["request_id"] == headers["request-id"]
+
+
+def test_a_key_that_uses_its_share_is_limited(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"ann:{hashlib.sha256(b'key').hexdigest()}\n")
+    settings = ServerSettings(api_keys_file=str(path), max_in_flight_per_key=1)
+
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: None), settings=settings)
+        first = harness.open("POST", PATH, body_of(), {"x-api-key": "key"})
+        await harness.engine.submitted.wait()
+        answer = await post(harness, body_of(), headers={"x-api-key": "key"})
+        first.leave()
+        await first.task
+        return answer
+
+    status, headers, raw = asyncio.run(scenario())
+    assert (status, json.loads(raw)["error"]["type"]) == (429, "rate_limit_error") and headers["retry-after"]
 
 
 @pytest.mark.parametrize(

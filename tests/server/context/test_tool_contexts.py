@@ -190,7 +190,7 @@ def test_turns_with_tools_are_found_in_the_history(monkeypatch: pytest.MonkeyPat
         repeated = {"role": "assistant", "content": None, "tool_calls": [call("t", "add", '{"x":1}')]}
         found = resolve([user("hi"), repeated, result("t", "2")])
     assert found.parent is not None and found.parent.turn_id == turn_ids[1]
-    assert found.parent.template_input == WITH_TOOLS
+    assert found.parent.template_input.tools == WITH_TOOLS.tools
     assert found.parent.reply["reasoning"] == "let me see"
     assert found.keep == found.parent.num_tokens
 

@@ -160,7 +160,7 @@ class BackgroundResponses:
             spec, draft = None, draft_of(record)
         new_pieces = partial(ReplyPieces, self._services.tokenizer)
         run = ResponseRun(draft.owner, draft.body_sha256, new_pieces, background=True)
-        run.begin(head_of(record))
+        run.begin(head_of(record, NO_INPUT if spec is None else spec.template_input))
         if spec is None:
             sentence = "An earlier release queued this response, and this release cannot run it."
             work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))

@@ -10,9 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypedDict
 
-from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError, UnknownTurnError
+from pensieve_jax.core.errors import (
+    ChatTemplateError,
+    InvalidRequestError,
+    UnknownRecordError,
+    UnknownTurnError,
+)
+from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.history.server_tables.changes import ConversationRow, ResponseRecord
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.http.bodies import MAX_ITEMS
@@ -26,9 +32,10 @@ from pensieve_jax.server.openai.responses.schemas import (
     parse_input,
 )
 from pensieve_jax.server.turns.checks import previous_response, template_error, unknown_previous
-from pensieve_jax.server.turns.items import Item, message_of, messages_of, position_of, with_new_ids
+from pensieve_jax.server.turns.items import Item, messages_of, position_of, text_of, with_new_ids
 from pensieve_jax.server.workers import WorkEstimate, is_long
-from pensieve_jax.text.messages import Message
+from pensieve_jax.text.messages import Message, num_characters
+from pensieve_jax.text.tools import num_tool_characters
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
 """Limit of the items that one request names, in a conversation or by reference. Each item counts as JSON, and
@@ -71,6 +78,7 @@ def request_context(
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
+    options = _Options(token_limit=token_limit, template_input=body.template_input(services.chat_format))
     given, ignored = parse_input(body.input, "input") if body.input is not None else ([], ())
     conversation: ConversationRow | None = None
     past: list[Item] = []
@@ -84,27 +92,25 @@ def request_context(
     ]
     if conversation is not None:
         _check_growth(len(past), num_past_characters, items)
-    messages = messages_of(items)
     num_tokens: int | None = 0
     find: Callable[[Memory], ResolvedContext] | None = None
     if body.previous_response_id is not None:
         turn_id, past_messages = _previous(services, owner, body, body.previous_response_id)
-        messages = [*past_messages, *messages]
+        messages = [*past_messages, *messages_of(items)]
         if turn_id is not None:
-            find = _by_turn(
-                services, owner, turn_id, messages, durable, body.previous_response_id, token_limit
-            )
+            find = _by_turn(services, owner, turn_id, messages, durable, body.previous_response_id, options)
             num_tokens = services.resolver.index.num_tokens(owner, turn_id)
     else:
-        messages = [*_instructions(body.instructions), *messages_of(past), *messages]
+        # A reply may be divided between the conversation and the input.
+        messages = [*_instructions(body.instructions), *messages_of([*past, *items])]
         if not messages:
             raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
-    num_characters = sum(len(message["content"]) for message in messages)
+    length = num_characters(messages) + num_tool_characters(options["template_input"].tools)
     return RequestContext(
-        find=find or _by_messages(services, owner, messages, durable, token_limit),
-        num_characters=num_characters,
+        find=_with_call_ids(find or _by_messages(services, owner, messages, durable, options), given),
+        num_characters=length,
         estimate=WorkEstimate(
-            is_long(num_characters, len(messages), num_tokens), find is not None or has_reply(messages)
+            is_long(length, len(messages), num_tokens), find is not None or has_reply(messages)
         ),
         new_items=items,
         conversation=conversation,
@@ -189,6 +195,43 @@ def _previous(
     return None if text_turn is None else text_turn.turn_id, messages
 
 
+class _Options(TypedDict):
+    """Arguments of the resolver."""
+
+    token_limit: int | None
+    template_input: TemplateInput
+
+
+def _with_call_ids(
+    find: Callable[[Memory], ResolvedContext], given: Sequence[Item | ItemReference]
+) -> Callable[[Memory], ResolvedContext]:
+    """Return `find` with an error that names the input item of a result without its call."""
+
+    def find_named(memory: Memory) -> ResolvedContext:
+        try:
+            return find(memory)
+        except InvalidRequestError as error:
+            if error.field.endswith(".tool_call_id"):
+                raise _without_call(given, error.value) from error
+            raise
+
+    return find_named
+
+
+def _without_call(given: Sequence[Item | ItemReference], call_id: object) -> ApiError:
+    """Return a 400 for the result of a call that is not in the context."""
+    field = "input"
+    for index, item in enumerate(given):
+        if not isinstance(item, ItemReference) and item.get("call_id") == call_id:
+            field = f"input[{index}].call_id"
+            break
+    sentence = (
+        f"{field} names the call {str(call_id)[:100]!r}, which is not in the context before it. Send its "
+        "function_call too, or the previous_response_id of its response."
+    )
+    return invalid_value(field, sentence)
+
+
 def _by_turn(
     services: Services,
     owner: str,
@@ -196,7 +239,7 @@ def _by_turn(
     messages: Sequence[Message],
     durable: bool,
     response_id: str,
-    token_limit: int | None,
+    options: _Options,
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         try:
@@ -206,7 +249,7 @@ def _by_turn(
                 messages,
                 epoch=services.engine.epoch,
                 durable=durable,
-                token_limit=token_limit,
+                **options,
             )
         except UnknownTurnError:
             raise unknown_previous(response_id) from None
@@ -218,7 +261,7 @@ def _by_turn(
 
 
 def _by_messages(
-    services: Services, owner: str, messages: Sequence[Message], durable: bool, token_limit: int | None
+    services: Services, owner: str, messages: Sequence[Message], durable: bool, options: _Options
 ) -> Callable[[Memory], ResolvedContext]:
     def find(memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
@@ -230,7 +273,7 @@ def _by_messages(
                 epoch=services.engine.epoch,
                 durable=durable,
                 memory=memory,
-                token_limit=token_limit,
+                **options,
             )
         except ChatTemplateError as error:
             raise template_error(error, (), "input") from error
@@ -262,7 +305,7 @@ class _KnownItems:
         item = self._items.get(item_id)
         if item is None:
             raise ApiError(404, "not_found", f"There is no item {item_id!r}.", param=f"input[{index}].id")
-        self._count(len(message_of(item)["content"]), index)
+        self._count(len(text_of(item)), index)
         return {name: value for name, value in item.items() if name != "id"}
 
     def _read(self, response_id: str, index: int) -> None:
@@ -286,4 +329,4 @@ class _KnownItems:
 
 
 def _instructions(text: str | None) -> list[Message]:
-    return [message_of({"role": "system", "content": [{"text": text}]})] if text else []
+    return [{"role": "system", "content": text}] if text else []

@@ -5,9 +5,9 @@ from the pieces of a reply: of a running turn, of a response that runs as a task
 Does not know: where a response comes from, or HTTP beyond the encoding of an event.
 Called by `ResponseCreation`, `Responses` and `ForegroundResponse`.
 
-Clients rely on this order: created, (queued), in_progress, output_item.added, content_part.added, deltas,
-output_text.done, content_part.done, output_item.done, completed or incomplete. Sequence numbers count from 0
-without a gap.
+Clients rely on this order: created, (queued), in_progress, then for each item output_item.added,
+content_part.added, deltas, output_text.done, content_part.done, output_item.done, and at last completed or
+incomplete. Calls have no parts. Sequence numbers count from 0 without a gap.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, overloaded
 from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event
 from pensieve_jax.server.http.services import Services
+from pensieve_jax.server.openai.responses.output import new_output
 from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, ReplyPieces, TextPiece
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import (
     ResponseHead,
     head_of,
-    logprob_objects,
     stored_logprobs,
     stored_response,
 )
 from pensieve_jax.server.openai.responses.run import ResponseRun
-from pensieve_jax.server.turns.items import output_part
 from pensieve_jax.server.turns.run import TimedTurn
+from pensieve_jax.text.replies import shown_marks
 from pensieve_jax.text.token_texts import TokenTexts
 
 REPLAYED_OTHERWISE = ApiError(
@@ -54,48 +54,33 @@ class ResponseEvents:
     `starting_after`, so that every client gets them.
     """
 
-    def __init__(self, head: ResponseHead, starting_after: int = -1) -> None:
-        """Prepare the events of the response with this head."""
+    def __init__(self, head: ResponseHead, texts: TokenTexts, starting_after: int = -1) -> None:
+        """Prepare the events of the response with this head; `texts` are those of its tokens."""
         self._head = head
         self._starting_after = starting_after
         self._last_number = -1
-        self._texts: list[str] = []
+        self._output = new_output(head.turn_id, head.template_input, texts)
 
-    @property
-    def text(self) -> str:
-        """The text of all deltas so far."""
-        return "".join(self._texts)
+    def equals(self, response: Mapping[str, Any]) -> bool:
+        """Return whether the deltas so far, up to the end, add up to the output of a response object."""
+        return self._output.equals(response)
 
     def begin(self, *, background: bool) -> list[bytes]:
         """Return the events before the first delta."""
-        head = self._head
         events = [self._lifecycle("response.created", "queued" if background else "in_progress")]
         if background:
             events.append(self._lifecycle("response.queued", "queued"))
         events.append(self._lifecycle("response.in_progress", "in_progress"))
-        item = head.item("in_progress")
-        events.append(self._write("response.output_item.added", {"output_index": 0, "item": item}))
-        part = {**self._place(), "part": output_part("")}
-        events.append(self._write("response.content_part.added", part))
-        return events
+        return events + [self._write(*one) for one in self._output.begin()]
 
-    def delta(self, text: str, logprobs: Sequence[Any] = ()) -> bytes:
-        """Return the event for a piece of the reply."""
-        self._texts.append(text)
-        fields = {**self._place(), "delta": text, "logprobs": list(logprobs)}
-        return self._write("response.output_text.delta", fields)
+    def piece(self, piece: TextPiece) -> bytes:
+        """Return the events for a piece of the reply."""
+        return b"".join(self._write(*one) for one in self._output.add(piece))
 
     def end(self, response: Mapping[str, Any]) -> list[bytes]:
         """Return the events after the last delta, given the final response object."""
-        (item,) = response["output"]
-        (part,) = item["content"]
-        done = {**self._place(), "text": part["text"], "logprobs": part["logprobs"]}
-        return [
-            self._write("response.output_text.done", done),
-            self._write("response.content_part.done", {**self._place(), "part": part}),
-            self._write("response.output_item.done", {"output_index": 0, "item": item}),
-            self._write(f"response.{response['status']}", {"response": response}),
-        ]
+        last = (f"response.{response['status']}", {"response": response})
+        return [self._write(*one) for one in (*self._output.end(response), last)]
 
     def failure(self, error: ApiError) -> list[bytes]:
         """Return the events after the last delta of a failed response."""
@@ -118,9 +103,6 @@ class ResponseEvents:
     def _skip_to_client(self) -> None:
         """Number the next event after those that the client has, although their deltas are not stored."""
         self._last_number = max(self._last_number, self._starting_after)
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._head.item_id, "output_index": 0, "content_index": 0}
 
     def _lifecycle(self, kind: str, status: str) -> bytes:
         return self._write(kind, {"response": self._head.object(status)})
@@ -158,9 +140,9 @@ async def turn_events(
         delivered: called once the client has the whole response. It is not called after a failure, because
           the turn may be committed nevertheless, before the engine died.
     """
-    events = ResponseEvents(head)
+    events = ResponseEvents(head, texts)
     try:
-        async for data in _reply_events(events, _turn_pieces(turn, pieces), texts, background=False):
+        async for data in _reply_events(events, _turn_pieces(turn, pieces), background=False):
             yield data
         assert turn.output is not None
         response = finish(turn.output)
@@ -178,8 +160,8 @@ async def run_events(
     run: ResponseRun, head: ResponseHead, texts: TokenTexts, starting_after: int = -1
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a response that runs as a task, from the one after `starting_after` on."""
-    events = ResponseEvents(head, starting_after)
-    async for data in _reply_events(events, run.pieces(), texts, background=run.background):
+    events = ResponseEvents(head, texts, starting_after)
+    async for data in _reply_events(events, run.pieces(), background=run.background):
         yield data
     for data in _last_events(events, run.response, run.error):
         yield data
@@ -204,9 +186,9 @@ async def stored_events(
         texts: texts of tokens for log-probabilities.
         starting_after: number of the last event to leave out.
     """
-    events = ResponseEvents(head, starting_after)
+    events = ResponseEvents(head, texts, starting_after)
     background = bool(head.echo.get("background"))
-    async for data in _reply_events(events, _batches(pieces.split(reply)), texts, background=background):
+    async for data in _reply_events(events, _batches(pieces.split(reply)), background=background):
         yield data
     for data in _last_events(events, response, None):
         yield data
@@ -242,9 +224,10 @@ class ResponseStreams:
         if record.turn_id is not None:
             turn = await services.read(record.owner, services.history.turn, record.owner, record.turn_id)
             reply = AsyncDelta(record.output_text or "", turn.output_token_ids, stored_logprobs(record))
-        pieces = ReplyPieces(services.tokenizer)
+        head = head_of(record, record.template_input)
+        pieces = ReplyPieces(services.tokenizer, shown_marks(head.template_input))
         response = stored_response(record, services.token_texts)
-        return stored_events(head_of(record), response, reply, pieces, services.token_texts, starting_after)
+        return stored_events(head, response, reply, pieces, services.token_texts, starting_after)
 
 
 class StartedStream:
@@ -265,16 +248,15 @@ class StartedStream:
 async def _reply_events(
     events: ResponseEvents,
     batches: AsyncIterator[Sequence[TextPiece]],
-    texts: TokenTexts,
     *,
     background: bool,
 ) -> AsyncIterator[bytes]:
-    """Yield the first events, and then one event for each piece; those of a batch are sent together."""
+    """Yield the first events, and then those of each piece; those of a batch are sent together."""
     for data in events.begin(background=background):
         if data:
             yield data
     async for batch in batches:
-        data = b"".join(events.delta(text, logprob_objects(texts, logprobs)) for text, logprobs in batch)
+        data = b"".join(map(events.piece, batch))
         if data:
             yield data
         if len(batch) >= MAX_BATCH:  # skipped events do no writes that would yield
@@ -305,7 +287,7 @@ def _last_events(
         last = events.failure(ApiError(500, failed["code"], failed["message"]))
     elif response["status"] == "cancelled":
         last = events.cancelled()
-    elif events.text != response["output"][0]["content"][0]["text"]:
+    elif not events.equals(response):
         last = events.failure(REPLAYED_OTHERWISE)
     else:
         last = events.end(response)

@@ -22,6 +22,7 @@ from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.turns.checks import commit_context
 from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
+from pensieve_jax.text.replies import shown_marks
 
 
 class ForegroundResponse:
@@ -94,7 +95,7 @@ class ForegroundResponse:
         return turn_events(
             self.head,
             self.turn,
-            ReplyPieces(services.tokenizer),
+            ReplyPieces(services.tokenizer, shown_marks(self.head.template_input)),
             services.token_texts,
             finish=self.finish,
             delivered=self.delivered,

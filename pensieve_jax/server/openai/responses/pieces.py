@@ -12,7 +12,7 @@ string, and the token that ended it. Here the tokens only say where that text is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from pensieve_jax.core.outputs import TokenLogprob
@@ -39,9 +39,12 @@ class TextPiece(NamedTuple):
 class ReplyPieces:
     """The deltas of one reply, as they arrive, divided into its pieces."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        """Start without tokens. Without a tokenizer, each delta with text is a piece."""
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer | None, shown: Sequence[str] = ()) -> None:
+        """Start without tokens. Without a tokenizer, each delta with text is a piece.
+
+        `shown` are the control tokens that the text shows.
+        """
+        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, (), shown)
         self._unread: list[int] = []  # tokens that came one at a time, so that their text was known
         self._waiting: list[TokenLogprob] = []  # of tokens without text so far
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import ResolvedContext
@@ -20,7 +21,6 @@ from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
-from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
 
@@ -29,6 +29,9 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "messages": "input",
     "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
+    "structured.json_object": "text.format",
+    "structured.json_schema": "text.format.schema",
+    "structured": "text.format",
 }
 """This API's names of fields by the engine's names."""
 
@@ -47,10 +50,17 @@ class ResponsePlan:
     """
 
     def __init__(
-        self, services: Services, owner: str, body: CreateResponse, body_sha256: str, key: str | None
+        self,
+        services: Services,
+        owner: str,
+        body: CreateResponse,
+        form: StructuredOutput | None,
+        body_sha256: str,
+        key: str | None,
     ) -> None:
         """Read the records that the request names; raise ApiError and UnknownRecordError."""
         self._services = services
+        self._form = form
         self.owner = owner
         self.body = body
         self.body_sha256 = body_sha256
@@ -74,9 +84,10 @@ class ResponsePlan:
         self.resolved = resolved
         self.head = ResponseHead(
             response_id=f"resp_{turn_id}",
-            item_id=reply_id(turn_id),
+            turn_id=turn_id,
             created_at_s=self._created_at_s,
             echo=echo,
+            template_input=resolved.template_input,
         )
         self.draft = self._draft(self.head, turn_id) if self.body.stores else None
         return [resolved.spec(params, self.draft)]
@@ -90,6 +101,7 @@ class ResponsePlan:
             given,
             max_tokens=body.max_output_tokens or max(1, room),
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+            structured=self._form,
         )
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.history.codec import unpack_logprobs
 from pensieve_jax.history.server_tables.changes import ResponseDraft, ResponseRecord
-from pensieve_jax.server.turns.items import Item, output_part
+from pensieve_jax.server.openai.responses.output import Item, output_items
 from pensieve_jax.server.turns.sampling import num_cached_tokens, num_context_tokens, token_sources
 from pensieve_jax.text.token_texts import TokenTexts
 
@@ -28,15 +29,17 @@ class ResponseHead:
 
     Attributes:
       response_id: id of the response.
-      item_id: id of its reply item.
+      turn_id: id of its turn, from which the ids of its output follow.
       created_at_s: creation time in seconds since the Unix epoch.
       echo: the request fields that it repeats.
+      template_input: what its turn was rendered with, and how the reply is read.
     """
 
     response_id: str
-    item_id: str
+    turn_id: str
     created_at_s: float
     echo: Mapping[str, Any]
+    template_input: TemplateInput = NO_INPUT
 
     def object(
         self,
@@ -62,24 +65,20 @@ class ResponseHead:
             **self.echo,
         }
 
-    def item(self, status: str, parts: Sequence[Mapping[str, Any]] = ()) -> Item:
-        """Return the reply as an item."""
-        return {
-            "id": self.item_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": list(parts),
-        }
-
     def ended(
-        self, text: str, finish_reason: str, usage: Usage, completed_at_s: float, logprobs: Sequence[Any] = ()
+        self,
+        text: str,
+        finish_reason: str,
+        usage: Usage,
+        completed_at_s: float,
+        logprobs: Sequence[TokenLogprob] | None,
+        texts: TokenTexts,
     ) -> dict[str, Any]:
         """Return the response object of a turn that ended with a reply."""
         status = status_of(finish_reason)
         return self.object(
             status,
-            output=[self.item(status, [output_part(text, logprobs)])],
+            output=output_items(self.turn_id, self.template_input, text, status, logprobs, texts),
             usage=usage_object(usage),
             completed_at_s=completed_at_s,
         )
@@ -89,19 +88,20 @@ class ResponseHead:
         return self.object("failed", error=error)
 
 
-def head_of(draft: ResponseDraft | ResponseRecord) -> ResponseHead:
-    """Return the head of a running or stored response."""
+def head_of(draft: ResponseDraft | ResponseRecord, template_input: TemplateInput) -> ResponseHead:
+    """Return the head of a running or stored response, whose turn was rendered with `template_input`."""
     return ResponseHead(
         response_id=draft.response_id,
-        item_id=draft.output_item_id,
+        turn_id=draft.output_item_id.removeprefix("msg_"),
         created_at_s=draft.created_at_s,
         echo=json.loads(draft.request),
+        template_input=template_input,
     )
 
 
 def stored_response(record: ResponseRecord, texts: TokenTexts) -> dict[str, Any]:
     """Return the response object of a stored response; `texts` are those of the tokens it shows."""
-    head = head_of(record)
+    head = head_of(record, record.template_input)
     if record.status in _ENDED_WITH_REPLY:
         assert record.usage is not None and record.completed_at_s is not None
         usage = Usage(**json.loads(record.usage))
@@ -110,7 +110,8 @@ def stored_response(record: ResponseRecord, texts: TokenTexts) -> dict[str, Any]
             record.finish_reason or "stop",
             usage,
             record.completed_at_s,
-            logprob_objects(texts, stored_logprobs(record) or ()),
+            stored_logprobs(record),
+            texts,
         )
     error = None if record.error is None else json.loads(record.error)
     return head.object(record.status, error=error)
@@ -125,8 +126,7 @@ def finished_response(
     head: ResponseHead, output: Output, completed_at_s: float, texts: TokenTexts
 ) -> dict[str, Any]:
     """Return the response object of a turn that has just ended."""
-    logprobs = logprob_objects(texts, output.logprobs or ())
-    return head.ended(output.text, output.finish_reason, output.usage, completed_at_s, logprobs)
+    return head.ended(output.text, output.finish_reason, output.usage, completed_at_s, output.logprobs, texts)
 
 
 def status_of(finish_reason: str) -> str:
@@ -141,22 +141,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": num_cached_tokens(usage), "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": num_input + usage.output_tokens,
         "pensieve": token_sources([usage]),
     }
-
-
-def logprob_objects(texts: TokenTexts, logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Convert log-probabilities to the form of the Responses API."""
-    return [
-        {
-            **_token_logprob(texts, one.token_id, one.logprob),
-            "top_logprobs": [_token_logprob(texts, *pair) for pair in one.top.items()],
-        }
-        for one in logprobs
-    ]
-
-
-def _token_logprob(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    return {"token": texts.text(token_id), "bytes": texts.raw(token_id) or [], "logprob": logprob}

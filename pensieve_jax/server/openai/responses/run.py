@@ -17,6 +17,7 @@ from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.responses.pieces import MAX_BATCH, ReplyPieces, TextPiece
 from pensieve_jax.server.openai.responses.response import ResponseHead
+from pensieve_jax.text.replies import shown_marks
 
 
 class ResponseRun:
@@ -35,9 +36,17 @@ class ResponseRun:
     """
 
     def __init__(
-        self, owner: str, body_sha256: str, new_pieces: Callable[[], ReplyPieces], *, background: bool
+        self,
+        owner: str,
+        body_sha256: str,
+        new_pieces: Callable[[Sequence[str]], ReplyPieces],
+        *,
+        background: bool,
     ) -> None:
-        """Start without a head and without tokens; `new_pieces` begins the pieces of a reply."""
+        """Start without a head and without tokens.
+
+        `new_pieces` begins the pieces of a reply, given the control tokens that its text shows.
+        """
         self.owner = owner
         self.body_sha256 = body_sha256
         self.background = background
@@ -48,7 +57,7 @@ class ResponseRun:
         self.error: ApiError | None = None
         self.task: asyncio.Task[None] | None = None
         self._new_pieces = new_pieces
-        self._splitter = new_pieces()
+        self._splitter: ReplyPieces | None = None
         self._pieces: list[TextPiece] = []
         self._token_ids: list[int] = []
         self._texts: list[str] = []
@@ -67,7 +76,7 @@ class ResponseRun:
     def begin_again(self) -> None:
         """Forget the reply: a restarted engine samples the reply again from the start with the same seed."""
         self.is_started = False
-        self._splitter = self._new_pieces()
+        self._splitter = None
         self._pieces = []
         self._token_ids = []
         self._texts = []
@@ -77,6 +86,9 @@ class ResponseRun:
         self.is_started = True
         self._token_ids += delta.token_ids
         self._texts.append(delta.text)
+        if self._splitter is None:
+            shown = () if self.head is None else shown_marks(self.head.template_input)
+            self._splitter = self._new_pieces(shown)
         self._pieces += self._splitter.split(delta)
         self._wake()
 

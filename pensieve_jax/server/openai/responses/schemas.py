@@ -11,15 +11,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
+from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.turns.checks import check_metadata
-from pensieve_jax.server.turns.items import Item, stored_item
-from pensieve_jax.server.turns.sampling import MISSPELLED, UNSUPPORTED_SAMPLING, UNSUPPORTED_TEMPLATE, Seed
+from pensieve_jax.server.turns.items import Item, call_item, output_item, reasoning_item, stored_item
+from pensieve_jax.server.turns.sampling import (
+    MISSPELLED,
+    TEMPLATE_FIELDS,
+    UNSUPPORTED_SAMPLING,
+    UNSUPPORTED_TEMPLATE,
+    Seed,
+)
 from pensieve_jax.server.turns.stored import default_echo
+from pensieve_jax.server.turns.structured import StructuredFields, TextFormat
+from pensieve_jax.server.turns.template import check_kind, template_input
+from pensieve_jax.text import ChatFormat, Tool
+from pensieve_jax.text.messages import check_arguments
+from pensieve_jax.text.tools import function_tool
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (
@@ -29,19 +42,33 @@ _INCLUDES: Final = (
     *("message.input_image.image_url", "computer_call_output.output.image_url"),
     *("code_interpreter_call.outputs", "reasoning.encrypted_content"),
 )
+_FORMS_OF_CHATS: Final = tuple(StructuredFields.__struct_fields__[1:])
 MAX_ITEMS_OF_A_POST: Final = 20
-_TEXT_PARTS: Final = ("input_text", "output_text", "text")
+_TEXT_PARTS: Final = ("input_text", "output_text", "text", "reasoning_text")
+_KINDS: Final = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 _PARTS_WITHOUT_TEXT: Final = ("input_image", "input_file", "input_audio", "computer_screenshot")
 
 
 _SUMMARIES: Final = (None, "auto", "concise", "detailed")
-_NO_REASONING: Final[tuple[dict[str, str | None], ...]] = tuple(
-    effort | summary | older
-    for effort in ({}, {"effort": None}, {"effort": "none"})
-    for summary in ({}, *({"summary": value} for value in _SUMMARIES))
-    for older in ({}, *({"generate_summary": value} for value in _SUMMARIES))
-)
-"""Values of `reasoning` without effect: replies have no reasoning apart from their text to sum up."""
+
+
+class Reasoning(Body, kw_only=True):
+    """The `reasoning` field of a request. Nothing is summarized, so `summary` has no effect."""
+
+    UNSUPPORTED = {"generate_summary": _SUMMARIES, "mode": ()}  # noqa: RUF012 - a ClassVar of the base class
+
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseTool(Body, kw_only=True):
+    """A tool in the form of the Responses API. Templates do not get `strict`."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ResponseStreamOptions(Body, kw_only=True):
@@ -55,7 +82,7 @@ class TextConfig(Body, kw_only=True):
 
     UNSUPPORTED = {"verbosity": ("medium",)}  # noqa: RUF012 - a ClassVar of the base class
 
-    format: dict[str, Any] | None = None
+    format: TextFormat | None = None
 
 
 class ConversationRef(Body, kw_only=True):
@@ -69,15 +96,17 @@ class ContextFields(Body, kw_only=True):
 
     UNSUPPORTED = {  # noqa: RUF012 - a ClassVar of the base class
         **UNSUPPORTED_TEMPLATE,
-        "tools": ([],),
+        **{name: TEMPLATE_FIELDS[name] for name in TEMPLATE_FIELDS if name != "chat_template_kwargs"},
         "tool_choice": ("auto", "none"),
         "truncation": ("disabled",),
-        "reasoning": _NO_REASONING,
         "prompt": (),
         "personality": (),
         "context_management": ([],),
     }
-    MISPLACED = {"messages": "Use input."}  # noqa: RUF012 - a ClassVar of the base class
+    MISPLACED = {  # noqa: RUF012 - a ClassVar of the base class
+        "messages": "Use input.",
+        "reasoning_effort": "Use reasoning.effort.",
+    }
     OPTIONAL_OFFERS = frozenset({"tools"})
 
     model: str | None = None
@@ -87,6 +116,24 @@ class ContextFields(Body, kw_only=True):
     conversation: str | ConversationRef | None = None
     text: TextConfig | None = None
     parallel_tool_calls: bool | None = None
+    tools: list[ResponseTool] | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_input(self, chat_format: ChatFormat | None) -> TemplateInput:
+        """Return what the template gets beside the messages; raise ApiError and InvalidRequestError."""
+        return template_input(
+            chat_format,
+            tools=tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())),
+            arguments=self.chat_template_kwargs,
+            effort=None if self.reasoning is None else self.reasoning.effort,
+            effort_field="reasoning.effort",
+        )
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The form that is asked for in `text`."""
+        return None if self.text is None else self.text.format
 
     @property
     def conversation_id(self) -> str | None:
@@ -102,6 +149,8 @@ class CreateResponse(ContextFields, kw_only=True):
         **ContextFields.UNSUPPORTED,
         **UNSUPPORTED_SAMPLING,
         **refused_fields(RESPONSES),
+        "response_format": ({"type": "text"},),
+        **dict.fromkeys(_FORMS_OF_CHATS, (False, "", [], {})),
         "n": (1,),
         "service_tier": ("auto", "default"),
         "moderation": (),
@@ -118,6 +167,9 @@ class CreateResponse(ContextFields, kw_only=True):
         **{name: "Use max_output_tokens." for name, ours in MISSPELLED.items() if ours == "max_tokens"},
         **{name: "Use seed." for name, ours in MISSPELLED.items() if ours == "seed"},
         **dict.fromkeys((*refused_fields(RESPONSES), "n"), "Use /v1/chat/completions."),
+        "response_format": "Use text.format.",
+        "structured": "Use text.format.",
+        **dict.fromkeys(_FORMS_OF_CHATS, "Use text.format, or /v1/chat/completions."),
         "max_tokens": "Use max_output_tokens.",
         "max_completion_tokens": "Use max_output_tokens.",
         "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',
@@ -171,9 +223,6 @@ def check_context(body: ContextFields) -> None:
     if body.previous_response_id is not None and body.conversation is not None:
         sentence = "previous_response_id and conversation exclude each other; give only one of them."
         raise invalid_value("previous_response_id", sentence)
-    text_format = None if body.text is None else body.text.format
-    if text_format is not None and text_format.get("type") != "text":
-        raise unsupported("text.format", "replies are plain text")
     if not body.input and (body.conversation is None or body.input is not None):
         if body.input is not None:
             raise invalid_value("input", "input is empty, but must be text or at least one item.")
@@ -208,16 +257,41 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "tools": [_tool_echo(tool) for tool in body.tools or ()],
+        "reasoning": None
+        if body.reasoning is None
+        else {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
         "store": body.stores,
         "background": bool(body.background),
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
     }
+    text_format = body.text_format
+    if text_format is not None and text_format.type != "text":
+        given = msgspec.to_builtins(text_format)
+        echo["text"] = {"format": {name: value for name, value in given.items() if value is not None}}
     if body.conversation_id is not None:
         echo["conversation"] = {"id": body.conversation_id}
     if body.user is not None:  # OpenAI's schema allows no null here
         echo["user"] = body.user
     return echo
+
+
+def _tool_echo(tool: ResponseTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _tool(tool: ResponseTool, at: str) -> Tool:
+    check_kind(tool.type, f"{at}.type")
+    if tool.name is None:
+        raise ApiError(400, "missing_required_parameter", f"{at}.name is missing.", param=f"{at}.name")
+    return function_tool(tool.name, tool.description, tool.parameters, at)
 
 
 class ResponseContentPart(Body, kw_only=True):
@@ -239,6 +313,38 @@ class MessageItem(Body, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]
     type: Literal["message"] = "message"
+
+
+class FunctionCallItem(Body, kw_only=True):
+    """A call that the model made."""
+
+    IGNORED = frozenset({"id", "status", "object", "created_at"})
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutputItem(Body, kw_only=True):
+    """The result of a call, as text or as parts."""
+
+    IGNORED = frozenset({"id", "status", "object", "created_at"})
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+class ReasoningItem(Body, kw_only=True):
+    """Reasoning before a reply. A model reads its content only, so the summary has no effect."""
+
+    UNSUPPORTED = {"encrypted_content": ("",)}  # noqa: RUF012 - a ClassVar of the base class
+    IGNORED = frozenset({"id", "status", "object", "created_at"})
+
+    type: Literal["reasoning"]
+    content: list[dict[str, Any]] | None = None
+    summary: list[dict[str, Any]] | None = None
 
 
 class ItemReference(Body, kw_only=True):
@@ -272,18 +378,37 @@ def _parse_item(value: Any, at: str) -> tuple[Item | ItemReference, tuple[str, .
     if is_reference(value):
         return convert(value, ItemReference, at)
     kind = value.get("type")
+    if kind == "function_call":
+        call, ignored = convert(dict(value), FunctionCallItem, at)
+        check_arguments(call.arguments, f"{at}.arguments")
+        return call_item(call.call_id, call.name, call.arguments), ignored
+    if kind == "function_call_output":
+        result, ignored = convert(dict(value), FunctionCallOutputItem, at)
+        texts, more = _texts(result.output, f"{at}.output")
+        return output_item(result.call_id, "".join(texts)), (*ignored, *more)
+    if kind == "reasoning":
+        reasoning, ignored = convert(dict(value), ReasoningItem, at)
+        texts, more = _texts(reasoning.content or [], f"{at}.content")
+        return reasoning_item("".join(texts)), (*ignored, *more)
     if kind not in (None, "message"):
-        raise unsupported(f"{at}.type", f"the server accepts message and item_reference, not {kind!r}")
+        raise unsupported(f"{at}.type", f"the server accepts {', '.join(_KINDS)}, not {str(kind)[:40]!r}")
     message, ignored = convert(dict(value), MessageItem, at)
-    if isinstance(message.content, str):
-        return stored_item(message.role, [message.content]), ignored
-    check_num_items(message.content, f"{at}.content")
-    texts, more = [], list(ignored)
-    for index, raw in enumerate(message.content):
-        part, unknown = convert(raw, ResponseContentPart, f"{at}.content[{index}]")
-        texts.append(_text_of(part, f"{at}.content[{index}]"))
-        more += unknown
-    return stored_item(message.role, texts), tuple(more)
+    texts, more = _texts(message.content, f"{at}.content")
+    return stored_item(message.role, texts), (*ignored, *more)
+
+
+def _texts(content: str | Sequence[Any], at: str) -> tuple[list[str], list[str]]:
+    """Return the texts of a content's parts, and the paths of unknown fields in them."""
+    if isinstance(content, str):
+        return [content], []
+    check_num_items(content, at)
+    texts: list[str] = []
+    ignored: list[str] = []
+    for index, raw in enumerate(content):
+        part, unknown = convert(raw, ResponseContentPart, f"{at}[{index}]")
+        texts.append(_text_of(part, f"{at}[{index}]"))
+        ignored += unknown
+    return texts, ignored
 
 
 def is_reference(value: Any) -> bool:

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from pensieve_jax.core.template_input import NO_INPUT
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.openai.responses.events import run_events, stored_events
+from pensieve_jax.server.openai.responses.output import output_items
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.run import ResponseRun
@@ -15,17 +17,17 @@ from pensieve_jax.text.loading import byte_tokenizer
 from pensieve_jax.text.token_texts import TokenTexts
 
 NUM_TOKENS = 2000
-HEAD = ResponseHead(response_id="resp_1", item_id="msg_1", created_at_s=0.0, echo={})
+HEAD = ResponseHead(response_id="resp_1", turn_id="1", created_at_s=0.0, echo={})
 TOKENIZER = byte_tokenizer()
 TEXTS = TokenTexts(TOKENIZER)
 REPLY = AsyncDelta("a" * NUM_TOKENS, (*TOKENIZER.encode("a", add_bos=False),) * NUM_TOKENS)
 RESPONSE = HEAD.object(
-    "completed", output=[HEAD.item("completed", [{"text": "a" * NUM_TOKENS, "logprobs": []}])]
+    "completed", output=output_items("1", NO_INPUT, "a" * NUM_TOKENS, "completed", None, TEXTS)
 )
 
 
 def running():
-    run = ResponseRun("", "", lambda: ReplyPieces(TOKENIZER), background=False)
+    run = ResponseRun("", "", lambda shown: ReplyPieces(TOKENIZER, shown), background=False)
     run.take(REPLY)
     run.end(RESPONSE)
     return run

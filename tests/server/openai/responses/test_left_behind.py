@@ -367,10 +367,10 @@ def test_an_unreadable_response_does_not_keep_the_others_from_running(tmp_path, 
         turn_of(server, 1)
     head_of = background.head_of
 
-    def broken(record):
+    def broken(record, template_input):
         if record.response_id == bad.id:
             raise KeyError("unexpected")
-        return head_of(record)
+        return head_of(record, template_input)
 
     monkeypatch.setattr(background, "head_of", broken)
     with LiveServer(path, say("hello")) as server, server.client() as client:

@@ -1,0 +1,224 @@
+"""Grammars of tool calls: what a reply must be that has to call tools, in the notation of llguidance.
+
+Owns: one grammar for each row of `tool_formats`, with the tools' names and the schemas of their arguments.
+Does not know: the grammar library, masks, or which requests demand calls.
+
+A mark that the tokenizer has as a control token is that token, by its id. Any other mark is text. The schemas
+of arguments stand in the grammar as they are, so what the library does not hold is refused with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from pensieve_jax.text.grammar import schema_for_library
+from pensieve_jax.text.tokenizer import Tokenizer
+from pensieve_jax.text.tool_formats import ToolFormat
+from pensieve_jax.text.tools import Tool
+
+_ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+
+
+def call_grammar(
+    row: ToolFormat,
+    tools: Sequence[Tool],
+    tokenizer: Tokenizer,
+    *,
+    has_one_call: bool = False,
+    has_text: bool = False,
+) -> str:
+    """Return the grammar of a reply that calls these tools.
+
+    Args:
+      row: how the model writes calls.
+      tools: the tools that may be called, at least one.
+      tokenizer: the model's tokenizer.
+      has_one_call: whether the reply ends behind its first call.
+      has_text: whether text may stand before the calls, or be all of the reply. Only formats with a mark
+        before calls have such grammars.
+    """
+    return _Grammar(row, tools, tokenizer).text(has_one_call=has_one_call, has_text=has_text)
+
+
+class _Grammar:
+    """The rules of one grammar."""
+
+    def __init__(self, row: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer) -> None:
+        self._row = row
+        self._tools = [tool["function"] for tool in tools]
+        self._tokenizer = tokenizer
+        self._rules: list[str] = []
+
+    def text(self, *, has_one_call: bool, has_text: bool) -> str:
+        """Return the grammar's text."""
+        row = self._row
+        one = {
+            "object": self._object_call,
+            "list": self._object,
+            "named": self._named_call,
+            "parameters": self._parameters_call,
+            "python": self._python_call,
+            "channels": self._channel_call,
+        }[row.body]
+        for number, function in enumerate(self._tools):
+            self._rules.append(f"call_{number}: {one(function, number)}")
+        self._rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self._tools))))
+        before, between, after = self._around()
+        rest = "" if has_one_call or row.body == "channels" else f" ({between} call)*"
+        calls = " ".join(part for part in (before, "call" + rest, after) if part)
+        start = f"start: {calls}"
+        if has_text:
+            assert row.start, "calls without a mark cannot follow text"
+            self._rules.append("TEXT: /(.|\\n)*/" if self._is_control(row.start) else "TEXT: /[^<\\[]*/")
+            start = f"start: TEXT ({calls})?"
+        return "\n".join([start, *self._rules]) + "\n"
+
+    def _around(self) -> tuple[str, str, str]:
+        """Return what stands before, between and after the calls of a reply."""
+        row = self._row
+        if row.body in ("object", "parameters") and row.start:
+            return "", '"\\n"', ""
+        if row.body == "object":
+            return "", '"; "', ""
+        if row.body == "list":
+            return f'{self._mark(row.start)} " ["', '", "', '"]"'
+        if row.body == "python":
+            return '"["', '", "', '"]"'
+        if row.call_start:
+            return self._mark(row.start), "", self._mark(row.end)
+        return "", "", ""
+
+    def _mark(self, mark: str) -> str:
+        """Return a mark as the grammar writes it: a control token by its id, or text."""
+        for token_id in self._tokenizer.control_ids([mark]):
+            return f"<[{token_id}]>"
+        return json.dumps(mark, ensure_ascii=False)
+
+    def _is_control(self, mark: str) -> bool:
+        return bool(self._tokenizer.control_ids([mark]))
+
+    def _json(self, schema: Mapping[str, Any]) -> str:
+        return f"%json {json.dumps(schema_for_library(dict(schema)), ensure_ascii=False)}"
+
+    def _object(self, function: Mapping[str, Any], number: int) -> str:
+        key = "parameters" if self._row.name == "llama3_json" else "arguments"
+        return self._json(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, key: _schema(function)},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+
+    def _object_call(self, function: Mapping[str, Any], number: int) -> str:
+        if not self._row.start:
+            return self._object(function, number)
+        self._rules.append(f"object_{number}: {self._object(function, number)}")
+        (end,) = self._row.call_end
+        return f'{self._mark(self._row.start)} "\\n" object_{number} "\\n" {self._mark(end)}'
+
+    def _arguments(self, function: Mapping[str, Any], number: int) -> str:
+        self._rules.append(f"arguments_{number}: {self._json(_schema(function))}")
+        return f"arguments_{number}"
+
+    def _named_call(self, function: Mapping[str, Any], number: int) -> str:
+        row, name = self._row, json.dumps(function["name"])
+        arguments = self._arguments(function, number)
+        if row.name == "mistral":
+            separator = self._mark("[ARGS]") if self._is_control("[ARGS]") else ""
+            return f"{self._mark(row.start)} {name} {separator} {arguments}"
+        if row.name == "kimi_k2":
+            header = f"{json.dumps('functions.' + function['name'] + ':')} /[0-9]{{1,4}}/"
+            return self._section_call(header, self._mark(row.header_end), arguments, ())
+        if row.name == "deepseek_v3":
+            header = f'"function" {self._mark("<｜tool▁sep｜>")} {name}'
+            return self._section_call(header, '"\\n```json\\n"', arguments, ('"\\n```"',))
+        return self._section_call(name, self._mark(row.header_end), arguments, ())
+
+    def _section_call(self, header: str, separator: str, arguments: str, tail: Sequence[str]) -> str:
+        end = self._mark(self._row.call_end[-1])
+        return " ".join([self._mark(self._row.call_start), header, separator, arguments, *tail, end])
+
+    def _parameters_call(self, function: Mapping[str, Any], number: int) -> str:
+        def one(name: str, schema: Any, place: str) -> str:
+            opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
+            if _is_text(schema):
+                self._rules.append(f'{place}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
+                return f"{opening} {place}"
+            self._rules.append(f"{place}: {self._json(schema)}")
+            return f'{opening} {place} "\\n</parameter>\\n"'
+
+        parameters = self._optional(function, number, one, "")
+        opening = json.dumps(f"\n<function={function['name']}>\n", ensure_ascii=False)
+        start, (end,) = self._mark(self._row.start), map(self._mark, self._row.call_end)
+        return f'{start} {opening} {parameters} "</function>\\n" {end}'
+
+    def _python_call(self, function: Mapping[str, Any], number: int) -> str:
+        def one(name: str, schema: Any, place: str) -> str:
+            self._rules.append(f"{place}: {self._json(schema)}")
+            return f"{json.dumps(name + '=')} {place}"
+
+        parameters = self._optional(function, number, one, '", "')
+        return f'{json.dumps(function["name"] + "(")} {parameters} ")"'
+
+    def _channel_call(self, function: Mapping[str, Any], number: int) -> str:
+        marks = {mark: self._mark(mark) for mark in self._row.marks}
+        thought = (
+            f'({marks["<|channel|>"]} "analysis" {marks["<|message|>"]} THOUGHT {marks["<|end|>"]} '
+            f'{marks["<|start|>"]} "assistant")?'
+        )
+        if not any(rule.startswith("THOUGHT") for rule in self._rules):
+            self._rules.append("THOUGHT: /(.|\\n)*/")
+            self._rules.append(f"thought: {thought}")
+        recipient = json.dumps(f"commentary to=functions.{function['name']} ")
+        return (
+            f'thought {marks["<|channel|>"]} {recipient} {marks["<|constrain|>"]} "json" '
+            f"{marks['<|message|>']} {self._arguments(function, number)}"
+        )
+
+    def _optional(
+        self,
+        function: Mapping[str, Any],
+        number: int,
+        one: Callable[[str, Any, str], str],
+        separator: str,
+    ) -> str:
+        """Return the rule of all arguments in the order of the schema; those not required may be missing."""
+        schema = _schema(function)
+        properties: Mapping[str, Any] = schema.get("properties") or {}
+        required = set(schema.get("required") or ())
+        written = [
+            (name, one(name, inner, f"value_{number}_{place}"))
+            for place, (name, inner) in enumerate(properties.items())
+        ]
+        # `first` rules are for the arguments from one place on, before any was written; `next` rules after.
+        rules = {"first": '""', "next": '""'}
+        for place in range(len(written) - 1, -1, -1):
+            name, text = written[place]
+            both = {}
+            for kind in ("first", "next"):
+                glue = f"{separator} " if separator and kind == "next" else ""
+                taken = f"{glue}{text} {rules['next']}"
+                left = "" if name in required else f" | {rules[kind]}"
+                rule = f"{kind}_{number}_{place}"
+                self._rules.append(f"{rule}: {taken}{left}")
+                both[kind] = rule
+            rules = both
+        return rules["first"]
+
+
+def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments; a schema without a type is one of an object."""
+    schema = function.get("parameters") or _ANY_OBJECT
+    return schema if "type" in schema else {**schema, "type": "object"}
+
+
+def _is_text(schema: Any) -> bool:
+    """Return whether an argument between tags is any text: its schema says so, or nothing else."""
+    if not isinstance(schema, Mapping):
+        return True
+    narrows = ("enum", "const", "pattern", "format", "anyOf", "oneOf", "allOf", "$ref")
+    return schema.get("type", "string") == "string" and not any(word in schema for word in narrows)

@@ -1,0 +1,161 @@
+"""Grammars of calls take what each format writes, and nothing else; a parser reads what they take."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import llguidance
+import llguidance.numpy as llguidance_numpy
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.reply_events import parsed_reply
+from pensieve_jax.text.reply_parser import ReplyParser
+from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
+from pensieve_jax.text.tool_grammars import call_grammar
+from pensieve_jax.text.tools import check_tools
+from tests.seeds import new_seed
+from tests.text.tokenizer_zoo import byte_level_backend
+
+EOS = "<|eos|>"
+TOOLS = check_tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        "city": {"type": "string"},
+                        "days": {"type": "integer"},
+                        "unit": {"enum": ["C", "F"]},
+                    },
+                    "required": ["city"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+        {"type": "function", "function": {"name": "now"}},
+    ]
+)
+CALLS = [("get_weather", {"city": "Bern", "days": 2}), ("now", {})]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_xml": "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Bern", "days": 2}}; '
+    '{"name": "now", "parameters": {}}',
+    "pythonic": '[get_weather(city="Bern", days=2), now()]',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Bern", "days": 2}[TOOL_CALLS]now[ARGS]{}',
+    "mistral_v3": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Bern", "days": 2}}, '
+    '{"name": "now", "arguments": {}}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Bern", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n'
+    "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Bern", '
+    '"days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    '<|tool_call_argument_begin|>{"city": "Bern", "days": 2}<|tool_call_end|><|tool_call_begin|>'
+    "functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"city": "Bern", "days": 2}',
+}
+
+
+def tokenizer_of(row: ToolFormat, *, has_control: bool) -> tuple[Tokenizer, llguidance.LLTokenizer]:
+    """Return a tokenizer that has the marks of a row as control tokens or as text, for both libraries."""
+    specials = ["<s>", "</s>", EOS]
+    if has_control:
+        specials += [mark for mark in row.marks if mark not in ("{", ">", "```", "```json")]
+    backend: Backend = byte_level_backend(tuple(specials))
+    tokenizer = Tokenizer(backend, eos_token=EOS)
+    return tokenizer, llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
+
+
+def takes(tokenizer: Tokenizer, library: llguidance.LLTokenizer, grammar: str, text: str) -> bool:
+    """Return whether a reply with this text may end."""
+    matcher = llguidance.LLMatcher(library, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_bos=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def controls(name: str) -> list[bool]:
+    """Return the kinds of tokenizers for a format; harmony's marks are control tokens in all models."""
+    return [True] if name == "harmony" else [True, False]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_grammar_takes_calls_and_nothing_else(name: str) -> None:
+    row, text = TOOL_FORMATS[name], WRITTEN[name]
+    for has_control in controls(name):
+        tokenizer, library = tokenizer_of(row, has_control=has_control)
+        written = text
+        if name == "mistral" and not has_control:
+            written = text.replace("[ARGS]", "")
+        grammar = call_grammar(row, TOOLS, tokenizer)
+        assert takes(tokenizer, library, grammar, written)
+        for wrong in ("", "Hello.", written.replace("city", "town"), written.replace("get_weather", "other")):
+            assert not takes(tokenizer, library, grammar, wrong)
+        one = call_grammar(row, TOOLS, tokenizer, has_one_call=True)
+        assert takes(tokenizer, library, one, written) == (name == "harmony")
+
+
+@pytest.mark.parametrize("name", [name for name, row in TOOL_FORMATS.items() if row.start])
+def test_text_may_come_first_where_calls_have_a_mark(name: str) -> None:
+    row = TOOL_FORMATS[name]
+    for has_control in (True, False):
+        tokenizer, library = tokenizer_of(row, has_control=has_control)
+        written = WRITTEN[name] if has_control else WRITTEN[name].replace("[ARGS]", "")
+        grammar = call_grammar(row, TOOLS, tokenizer, has_text=True)
+        for text in ("Hello.\n", written, "I look it up.\n" + written):
+            assert takes(tokenizer, library, grammar, text)
+        assert not takes(tokenizer, library, grammar, "I look.\n" + written.replace("city", "town"))
+        if has_control:
+            assert takes(tokenizer, library, grammar, "if a < b [x]\n" + written)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_walk_through_a_grammar_ends_in_calls_that_the_parser_reads(name: str) -> None:
+    """Ids are drawn among those that the mask allows; endings are preferred, so that walks end."""
+    draw, row = random.Random(new_seed()), TOOL_FORMATS[name]
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    num_ended = 0
+    for has_control in controls(name):
+        tokenizer, library = tokenizer_of(row, has_control=has_control)
+        grammar = llguidance.LLMatcher.grammar_from_lark(call_grammar(row, TOOLS, tokenizer))
+        for _ in range(12):
+            matcher, ids = llguidance.LLMatcher(library, grammar, log_level=0), []
+            while len(ids) < 400 and not matcher.is_stopped():
+                mask = llguidance_numpy.allocate_token_bitmask(1, library.vocab_size)
+                llguidance_numpy.fill_next_token_bitmask(matcher, mask, 0)
+                allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+                if tokenizer.eos_id in allowed:
+                    break
+                closing = [one for one in allowed if tokenizer.token_text(int(one)) in ('"', "}", ")", "]")]
+                token_id = int(draw.choice(closing if closing and draw.random() < 0.5 else list(allowed)))
+                assert matcher.consume_token(token_id)
+                ids.append(token_id)
+            if not matcher.is_accepting():
+                continue
+            num_ended += 1
+            parser = ReplyParser(row, schemas=schemas)
+            found = parsed_reply([*parser.feed(tokenizer.decode_raw(ids)), *parser.end()])
+            assert found.calls
+            for call in found.calls:
+                arguments = json.loads(call.arguments)
+                assert call.name in schemas
+                assert "city" in arguments or call.name == "now"
+    assert num_ended
+
+
+def test_harmony_is_read_with_its_reasoning() -> None:
+    parser = ReplyParser(TOOL_FORMATS["harmony"])
+    found = parsed_reply([*parser.feed(WRITTEN["harmony"]), *parser.end()])
+    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == CALLS[:1]
