@@ -57,6 +57,7 @@ class MessageTurns:
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
         paths: Sequence[str] | None = None,
+        is_new: bool = False,
     ) -> None:
         """Prepare the turns of a request.
 
@@ -67,6 +68,8 @@ class MessageTurns:
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
+          is_new: whether the whole context is computed as the prompt of a new tree, whatever it could
+            continue from.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
@@ -80,6 +83,7 @@ class MessageTurns:
         self._num_replies = num_replies
         self._metadata = metadata
         self._paths = paths
+        self._is_new = is_new
         is_durable = call.services.settings.chat_history == "durable"
         self._is_durable = is_durable if store is None else store
 
@@ -111,6 +115,8 @@ class MessageTurns:
     def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return their usage as `completion_usage` does."""
         for context, output in zip(self.contexts, outputs, strict=True):
+            if output.prompt_logprobs is not None and not context.node.durable:
+                continue  # the engine has forgotten it
             commit_context(self._services, context, output)
         usage = completion_usage([output.usage for output in outputs], len(outputs))
         self._notes.counts |= usage
@@ -136,6 +142,8 @@ class MessageTurns:
     def _find(self, memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
             self._services.metrics.rebuilt("turn_lost")
+        if self._is_new:
+            memory = Memory.NONE
         return self._resolve(memory, token_limit=context_token_limit(self._services))
 
     def _resolve(self, memory: Memory, *, token_limit: int | None) -> ResolvedContext:

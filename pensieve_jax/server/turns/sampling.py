@@ -80,12 +80,10 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     # What the answer shows.
-    "echo": (False,),
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "include_reasoning": (True,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "n_probs": (0,),
     "return_tokens_as_token_ids": (False,),
@@ -188,7 +186,7 @@ class SamplingFields(StructuredFields):
     `metadata` has an effect on stored turns only.
 
     `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `bad_words`, `min_tokens`, `stop_token_ids`,
-    `include_stop_str_in_output` and `ignore_eos` are vLLM extensions.
+    `include_stop_str_in_output`, `ignore_eos` and `prompt_logprobs` are vLLM extensions.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -230,6 +228,7 @@ class SamplingFields(StructuredFields):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
 

@@ -211,7 +211,6 @@ ASKED: dict[str, Any] = {
     "structural_tag": "{}",
     "guided_decoding_backend": "outlines",
     "guided_whitespace_pattern": " ",
-    "echo": True,
     "suffix": "x",
     "best_of": 2,
 }

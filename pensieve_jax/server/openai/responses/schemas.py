@@ -185,6 +185,7 @@ class CreateResponse(ContextFields, kw_only=True):
         "max_completion_tokens": "Use max_output_tokens.",
         "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',
         "return_token_ids": "Use /v1/completions to get token ids.",
+        "echo": "Use /v1/completions.",
     }
 
     store: bool | None = None
