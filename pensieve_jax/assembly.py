@@ -29,6 +29,7 @@ from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
+from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.decoding.turn_spec import ModelLimits
 from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
@@ -147,7 +148,9 @@ def make_runner(
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     cache = config.cache
     all_bytes = chunk_bytes(model_config, cache.chunk_tokens, weights_dtype, cache.kv_dtype)
-    config = _in_pages(config, all_bytes, slot_bytes(model_config, cache, weights_dtype), mesh)
+    count_bytes = counts_bytes(config.num_count_slots, model_config.vocab_size)
+    host_bytes = slot_bytes(model_config, cache, weights_dtype)
+    config = _in_pages(config, all_bytes, host_bytes, count_bytes, mesh)
     if cache.gpu_memory_fraction is not None:
         config = config.with_gpu_pages(most_byte_pages(model_config, config.cache, mesh.devices.size))
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
@@ -171,11 +174,13 @@ def mesh_of(config: EngineConfig) -> Mesh:
     return make_mesh(size)
 
 
-def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh) -> EngineConfig:
+def _in_pages(
+    config: EngineConfig, all_bytes: int, host_bytes: int, count_bytes: int, mesh: Mesh
+) -> EngineConfig:
     """Convert the sizes of both tiers to pages; the weights must be loaded already.
 
     A page takes `all_bytes` on all devices together. A slot of host memory and a chunk in transit take
-    `host_bytes`.
+    `host_bytes`. Counts of ids take `count_bytes` on each device.
     """
     page_bytes, staged_bytes = all_bytes // mesh.devices.size, host_bytes // mesh.devices.size
     config = config.with_cpu_pages(host_bytes).with_staged_pages(staged_bytes)
@@ -185,7 +190,7 @@ def _in_pages(config: EngineConfig, all_bytes: int, host_bytes: int, mesh: Mesh)
     staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, staged_bytes)
     devices = list(mesh.devices.flat)
     reserved = reserved_bytes(config.cache.gpu_reserved_bytes, len(devices))
-    return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved))
+    return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved, count_bytes))
 
 
 def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:

@@ -3,8 +3,8 @@
 Owns: the replay of a turn by teacher forcing. Greedy and seeded random choices depend on the logits only. So
 if every emitted token is the choice over the logits of the sequence before it, free-running dense generation
 would have emitted the same tokens. One forward pass proves a whole turn.
-Does not know: the engine, the cache, or how the tokens were produced. It shares only the sampler and the
-model's layers with the engine.
+Does not know: the engine, the cache, or how the tokens were produced. It shares only the sampler, formulas
+of penalties and the layers with the engine, and counts the turn's ids itself.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from model_defs.config import ModelConfig
 from model_defs.registry import Model
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.adjustments import WORD_BITS, bias_words, no_bias, num_words, penalty_words
 from pensieve_jax.decoding.device import sampler
+from pensieve_jax.decoding.device.adjust import Penalties, biased, has_bits, penalized
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRows, truncates
+from pensieve_jax.engine.late_rows import LateRow
 
 _MIN_PADDED = 16
 MIN_MARGIN: Final = 1e-3
@@ -115,6 +118,7 @@ class DenseReference:
         seed: int = 0,
         *,
         margin: float = MIN_MARGIN,
+        row: LateRow | None = None,
     ) -> Replay:
         """Replay one turn from the tokens before it, its prompt and the emitted tokens.
 
@@ -125,6 +129,7 @@ class DenseReference:
           params: sampling parameters of this turn.
           seed: the seed that the turn ran with; ignored if greedy.
           margin: the rounding error between two logits that `possible` tolerates.
+          row: a new row with the turn's masks, for a turn with masks other than `allowed_token_ids`.
 
         Raises:
           ContextLengthError: the whole sequence exceeds the model's positions.
@@ -140,10 +145,38 @@ class DenseReference:
         draws = params.temperature > 0
         mode = sampler.mode_for(draws, truncates(params), False)
         emitted = _padded(np.asarray(output_ids, np.int32), num_padded)
-        parts = _judge(logits, rows, emitted, np.float32(margin), mode=mode)
+        scores = self._scores(logits, params, context_ids, emitted, _masks(params, output_ids, row, logits))
+        # A penalty scales logits, and so their rounding errors.
+        margin *= max(params.repetition_penalty, 1 / params.repetition_penalty)
+        parts = _judge(logits, scores, rows, emitted, np.float32(margin), mode=mode)
         token_ids, possible, margins, logprobs = (np.asarray(part)[:num_outputs] for part in parts)
         margins = margins * np.float32(params.temperature if draws else 1)
         return Replay(token_ids, possible, margins, logprobs)
+
+    def _scores(
+        self,
+        logits: jax.Array,
+        params: SamplingParams,
+        context_ids: Sequence[int],
+        emitted: np.ndarray,
+        masks: np.ndarray | None,
+    ) -> jax.Array:
+        """Return f32[W, V], the logits of a turn after its penalties, biases and masks."""
+        scores, num_rows = logits, len(logits)
+        if params.has_penalties:
+            is_in_context = np.zeros(self._config.vocab_size, bool)
+            if params.repetition_penalty != 1:
+                is_in_context[context_ids] = True
+            words = np.tile(penalty_words(params)[:, None, None], (1, num_rows, 1)).view(np.float32)
+            scores = _penalized(scores, emitted, is_in_context, Penalties(*words))
+        if params.logit_bias:
+            bias = no_bias(num_rows)
+            bias[:, :, : len(params.logit_bias)] = bias_words(params)[:, None]
+            scores = biased(scores, jnp.asarray(bias))
+        if masks is not None:
+            allowed = jnp.pad(masks, ((0, num_rows - len(masks)), (0, 0)), constant_values=-1)
+            scores = jnp.where(has_bits(allowed, 0, scores.shape[1]), scores, -jnp.inf)
+        return scores
 
     def _logits(self, token_ids: Sequence[int], wanted: np.ndarray) -> jax.Array:
         """Return f32[W, V], the logits after the tokens at `wanted`; W is padded to a power of two."""
@@ -171,6 +204,34 @@ def turn_rows(
     )
 
 
+def _masks(
+    params: SamplingParams, output_ids: Sequence[int], row: LateRow | None, logits: jax.Array
+) -> np.ndarray | None:
+    """Return the masks of a turn's outputs, i32[n, ceil(V / 32)], or None if all ids are allowed."""
+    size = num_words(logits.shape[1])
+    if row is None:
+        if params.allowed_token_ids is None:
+            return None
+        allowed = np.zeros(size * WORD_BITS, bool)
+        allowed[list(params.allowed_token_ids)] = True
+        return np.tile(np.packbits(allowed, bitorder="little").view(np.int32), (len(output_ids), 1))
+    words = np.full((len(output_ids), size), -1, np.int32)
+    for one, token_id in zip(words, output_ids, strict=True):
+        row.fill(one)
+        row.accept(token_id)
+    return words
+
+
+@jax.jit
+def _penalized(
+    logits: jax.Array, emitted: jax.Array, is_in_context: jax.Array, penalties: Penalties
+) -> jax.Array:
+    """Return f32[W, V] with penalties; row i counts the emitted ids before it."""
+    is_emitted = jnp.arange(logits.shape[1]) == emitted[:, None]
+    num_before = jnp.cumsum(is_emitted, axis=0) - is_emitted
+    return penalized(logits, num_before.astype(jnp.uint16), is_in_context, penalties)
+
+
 @functools.partial(jax.jit, static_argnames=("structure", "kv_dtype"))
 def _dense_logits(
     leaves: list[jax.Array],
@@ -189,6 +250,7 @@ def _dense_logits(
 @functools.partial(jax.jit, static_argnames=("mode",))
 def _judge(
     logits: jax.Array,
+    scores: jax.Array,
     rows: SamplingRows[jax.Array],
     emitted: jax.Array,
     margin: jax.Array,
@@ -196,8 +258,8 @@ def _judge(
     mode: SamplerMode,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return i32[W] choices, bool[W] possible, f32[W] margins and f32[W] log-probabilities of emitted ids."""
-    best, token_ids = lax.top_k(sampler.decision_scores(logits, rows, mode=mode), 2)
-    possible = sampler.possible_choices(logits, rows, mode=mode, margin=margin)
+    best, token_ids = lax.top_k(sampler.decision_scores(scores, rows, mode=mode), 2)
+    possible = sampler.possible_choices(scores, rows, mode=mode, margin=margin)
     of_emitted = functools.partial(jnp.take_along_axis, indices=emitted[:, None], axis=-1)
     logprobs = of_emitted(jax.nn.log_softmax(logits, axis=-1))
     return token_ids[:, 0], of_emitted(possible)[:, 0], best[:, 0] - best[:, 1], logprobs[:, 0]

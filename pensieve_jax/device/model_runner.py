@@ -253,11 +253,11 @@ class ModelRunner:
         return self._compilations.value
 
     def memory_analysis(self) -> dict[str, Any]:
-        """Return bytes per device: weights, pools, and XLA's figures for each compiled bucket.
+        """Return bytes per device: weights, pools, counts of ids, and XLA's figures for each compiled bucket.
 
         See `step_memory` for the figures of a bucket.
         """
-        resident_bytes = self.weights_bytes + self.storage.pool_bytes
+        resident_bytes = self.weights_bytes + self.storage.pool_bytes + self._adjuster.num_bytes
         buckets = {}
         for bucket in self.layouts:
             executables = self._executables.of_step(bucket, self.storage.groups)
@@ -269,6 +269,7 @@ class ModelRunner:
         return {
             "weights_bytes": self.weights_bytes,
             "kv_pool_bytes": self.storage.pool_bytes,
+            "counts_bytes": self._adjuster.num_bytes,
             "page_bytes": self.storage.page_bytes,
             "buckets": {bucket: sizes for bucket, sizes in buckets.items() if sizes},
         }
@@ -370,6 +371,7 @@ class ModelRunner:
             staging_bytes=self._transfers.staging_bytes,
             max_step_tokens=max(self.layouts),
             reserved_bytes=reserved_bytes(config.cache.gpu_reserved_bytes, len(devices)),
+            counts_bytes=self._adjuster.num_bytes,
         )
 
     def _new_transfers(self, config: EngineConfig, cpu_bytes: int | None) -> DeviceTransfers:

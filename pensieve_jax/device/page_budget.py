@@ -49,6 +49,7 @@ def num_pages_in(
     page_bytes: int,
     staging_bytes: int,
     reserved_bytes: int = 0,
+    counts_bytes: int = 0,
 ) -> int:
     """Return how many pages fit into `fraction` of every device's memory beside what is in use already.
 
@@ -58,6 +59,7 @@ def num_pages_in(
       page_bytes: a device's share of a page.
       staging_bytes: bytes per device for chunks in transit.
       reserved_bytes: bytes per device that neither pages nor chunks in transit may use.
+      counts_bytes: bytes per device for counts of ids.
 
     Raises:
       ConfigError: a device does not report its memory, or not even two pages fit.
@@ -70,11 +72,12 @@ def num_pages_in(
             limit = f"None: {device.device_kind!r} does not report how much memory it has"
             raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
         used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
-        left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes
+        left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes - counts_bytes
         num_pages = left_bytes // page_bytes - 1
         if num_pages < _MIN_PAGES:
             beside = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
             beside += f", exchanges {reserved_bytes:,}" if reserved_bytes else ""
+            beside += f", counts of ids {counts_bytes:,}" if counts_bytes else ""
             limit = (
                 f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{beside}, "
                 f"and a page {page_bytes:,}"
@@ -97,6 +100,7 @@ class PageBudget:
       staging_bytes: bytes of chunks in transit.
       max_step_tokens: number of tokens of the largest step.
       reserved_bytes: bytes not available for pages when a fraction determines their number.
+      counts_bytes: bytes of counts of ids, and of other arrays that adjust logits.
     """
 
     device: jax.Device
@@ -107,6 +111,7 @@ class PageBudget:
     staging_bytes: int
     max_step_tokens: int
     reserved_bytes: int = 0
+    counts_bytes: int = 0
 
     def check(self, step_bytes: int = 0) -> None:
         """Refuse pages that do not fit beside everything else, if the device's memory limit is known.
@@ -156,8 +161,13 @@ class PageBudget:
         return f"steps of up to {self.max_step_tokens} tokens"
 
     def _left_bytes(self, limit_bytes: int) -> int:
-        """Return the bytes left beside weights, pages and chunks in transit; negative if these do not fit."""
-        return limit_bytes - self.weights_bytes - self.staging_bytes - self._pages_bytes
+        """Return the bytes left beside everything but steps; negative if that does not fit."""
+        return limit_bytes - self._fixed_bytes - self._pages_bytes
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """Bytes that do not depend on the number of pages."""
+        return self.weights_bytes + self.staging_bytes + self.counts_bytes
 
     def _too_many(self, limit_bytes: int, step_bytes: int) -> ConfigError:
         """Return the error with the number of pages that would fit by the memory arithmetic."""
@@ -165,16 +175,16 @@ class PageBudget:
         room_bytes = limit_bytes - step_bytes
         if self.fraction is not None:
             room_bytes = int(fraction * limit_bytes) - self.reserved_bytes
-        most = (room_bytes - self.weights_bytes - self.staging_bytes) // self.page_bytes - 1
+        most = (room_bytes - self._fixed_bytes) // self.page_bytes - 1
         if most < _MIN_PAGES:
             fits = f"{self._less}, and then not even {_MIN_PAGES} pages fit"
         elif self.fraction is not None:
             fits = f"at most {fraction:.2f} ({most:,} pages)"
         else:
             fits = f"at most {most:,}"
-        held = (
-            f"weights ({_size(self.weights_bytes)}) and {self.gpu_pages:,} pages ({_size(self._pages_bytes)})"
-        )
+        counts = f", counts of ids ({_size(self.counts_bytes)})" if self.counts_bytes else ""
+        pages = f"{self.gpu_pages:,} pages ({_size(self._pages_bytes)})"
+        held = f"weights ({_size(self.weights_bytes)}){counts} and {pages}"
         if self.staging_bytes:
             held = f"chunks in transit ({_size(self.staging_bytes)}), {held}"
         if step_bytes:

@@ -16,6 +16,14 @@ import numpy as np
 
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.adjustments import (
+    Adjustment,
+    bias_words,
+    no_bias,
+    not_counted,
+    penalty_words,
+    seeds,
+)
 from pensieve_jax.decoding.sampling_rows import COLUMNS, truncates
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.scheduler import StepPlan
@@ -146,13 +154,19 @@ class RowSteps:
         self._runner.fill_tiles(plan)
         return plan
 
-    def whole(self, plan: StepPlan) -> Timed:
-        """Return the step as the engine runs it. It writes the same KV state at every launch."""
+    def whole(self, plan: StepPlan, words: np.ndarray | None = None) -> Timed:
+        """Return the step as the engine runs it. It writes the same KV state at every launch.
+
+        `words` are masks of its rows, as in `Runner.choose`. They are copied at every launch, like the
+        plan's adjustment; slots of counts are seeded at the first launch.
+        """
 
         def launch() -> Any:
             plan.step_id, self._step_id = self._step_id, self._step_id + 1
             handle = self._runner.launch(plan)
-            self._runner.choose(handle, None)
+            self._runner.choose(handle, words)
+            if plan.adjustment is not None:
+                plan.adjustment.seeds = []
             return handle
 
         return Timed(launch, self._runner.fetch)
@@ -181,6 +195,7 @@ def sample_rounds(timed: Sequence[Timed], num_rounds: int, sample_s: float) -> I
 
 
 def _let_sample(plan: StepPlan, rows: Sequence[StepRow], sampled: SamplingParams) -> None:
+    """Sample every row; the ids of a row with penalties were in the row of the same number before."""
     num = len(rows)
     plan.num_samples[0] = num
     plan.sample_tokens[:num] = plan.cu_q_lens[1 : num + 1] - 1
@@ -190,3 +205,19 @@ def _let_sample(plan: StepPlan, rows: Sequence[StepRow], sampled: SamplingParams
     plan.flags[FLAG_SAMPLES] = sampled.temperature > 0
     plan.flags[FLAG_TRUNCATES] = truncates(sampled)
     plan.flags[FLAG_LOGPROBS] = bool(sampled.logprobs)
+    plan.adjustment = _adjustment(sampled, num, plan.layout.max_num_samples)
+
+
+def _adjustment(sampled: SamplingParams, num: int, num_rows: int) -> Adjustment | None:
+    if not sampled.logit_bias and not sampled.has_penalties:
+        return None
+    adjustment = Adjustment()
+    if sampled.logit_bias:
+        adjustment.bias = no_bias(num_rows)
+        adjustment.bias[:, :num, : len(sampled.logit_bias)] = bias_words(sampled)[:, None]
+    if sampled.has_penalties:
+        adjustment.counted = not_counted(num_rows)
+        adjustment.counted[:2, :num] = np.arange(num)
+        adjustment.counted[2:, :num] = penalty_words(sampled)[:, None]
+        adjustment.seeds = [one for slot in range(num) for one in seeds(slot, (), (), clears=True)]
+    return adjustment

@@ -7,7 +7,9 @@ Called by the engine, which chooses a step's ids later if a row's mask needs an 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
@@ -18,6 +20,10 @@ from pensieve_jax.scheduler import Grant, Request
 
 WORD_BITS: Final = 32
 ALL_IDS: Final = -1  # a word that allows its 32 ids
+MAX_STEP_S: Final = 0.06
+SLOW_S: Final = 0.001
+ROW_S: Final = 0.1
+ROW_TOKEN_S: Final = 0.001
 
 
 class LateRow(Protocol):
@@ -67,8 +73,23 @@ class JoinedRows:
         return masked
 
 
+@dataclass(slots=True)
+class _TimedRow:
+    """A late row with its time of a processor, in seconds: so far, and of its last id and mask."""
+
+    row: LateRow
+    num_masks: int = 0
+    seconds: float = 0.0
+    last_s: float = 0.0
+
+
 class LateRows:
     """The late rows of the turns in progress.
+
+    A client's grammar must not delay the steps of others. So the masks of a step may take `MAX_STEP_S`; the
+    rows that took least before go first, and slow ones that find no time left fail. A row also fails once
+    it has taken more than `ROW_S` and `ROW_TOKEN_S` for each token. This is time of the thread, since a busy
+    machine is not the grammar's fault.
 
     Attributes:
       failed: turns whose row could not continue, with the error; the caller ends them and removes them here.
@@ -78,11 +99,11 @@ class LateRows:
         """Start without rows, for a model of `vocab_size` ids."""
         self.failed: dict[Request, PensieveError] = {}
         self._num_words = -(-vocab_size // WORD_BITS)
-        self._rows: dict[Request, LateRow] = {}
+        self._rows: dict[Request, _TimedRow] = {}
 
     def add(self, request: Request, row: LateRow) -> None:
         """Mask the choices of a request that is new."""
-        self._rows[request] = row
+        self._rows[request] = _TimedRow(row)
 
     def drop(self, request: Request) -> None:
         """Forget a request, which may have no row."""
@@ -94,8 +115,10 @@ class LateRows:
         if not self._rows:
             return False
         for grant in sampling:
-            row = self._rows.get(grant.request)
-            if row is not None and row.waits and grant.request.token_ids[grant.end - 1] == PENDING_TOKEN:
+            timed = self._rows.get(grant.request)
+            if timed is None or not timed.row.waits:
+                continue
+            if grant.request.token_ids[grant.end - 1] == PENDING_TOKEN:
                 return True
         return False
 
@@ -107,11 +130,13 @@ class LateRows:
         if not self._rows:
             return
         for grant, token_id, is_real in zip(sampling, token_ids, np.isfinite(logprobs), strict=False):
-            row = self._rows.get(grant.request)
-            if row is None or not is_real:
+            timed = self._rows.get(grant.request)
+            if timed is None or not is_real:
                 continue
+            began_s = time.thread_time()
             try:
-                row.accept(token_id)
+                timed.row.accept(token_id)
+                timed.last_s = time.thread_time() - began_s
             except PensieveError as error:
                 self._fail(grant.request, error)
 
@@ -120,22 +145,39 @@ class LateRows:
 
         A row without a mask has all bits set.
         """
-        words: np.ndarray | None = None
+        found = [
+            (number, grant.request, timed)
+            for number, grant in enumerate(sampling if self._rows else ())
+            if (timed := self._rows.get(grant.request)) is not None
+        ]
+        if not found:
+            return None
+        words = np.full((num_rows, self._num_words), ALL_IDS, np.int32)
         is_masked = False
-        for number, grant in enumerate(sampling if self._rows else ()):
-            row = self._rows.get(grant.request)
-            if row is None:
-                continue
-            if words is None:
-                words = np.full((num_rows, self._num_words), ALL_IDS, np.int32)
+        deadline_s = time.thread_time() + MAX_STEP_S
+        for number, request, timed in sorted(found, key=lambda one: one[2].last_s):
             try:
-                is_masked |= row.fill(words[number])
-                if not words[number].any():
-                    raise GrammarFailedError("no token may come next")
+                is_masked |= self._fill(timed, words[number], deadline_s)
             except PensieveError as error:
                 words[number] = ALL_IDS
-                self._fail(grant.request, error)
+                self._fail(request, error)
         return words if is_masked else None
+
+    def _fill(self, timed: _TimedRow, words: np.ndarray, deadline_s: float) -> bool:
+        """Fill the mask of one row and count its time; return whether it masks anything."""
+        began_s = time.thread_time()
+        if began_s > deadline_s and timed.last_s > SLOW_S:
+            raise GrammarFailedError(f"the masks of a step took more than {1e3 * MAX_STEP_S:.0f} ms")
+        is_masked = timed.row.fill(words)
+        timed.last_s += time.thread_time() - began_s
+        timed.seconds += timed.last_s
+        timed.num_masks += 1
+        if timed.seconds > ROW_S + ROW_TOKEN_S * timed.num_masks:
+            took = f"{timed.seconds:.2f} s for {timed.num_masks} tokens"
+            raise GrammarFailedError(f"the masks of the reply took {took}, which is too long")
+        if is_masked and not words.any():
+            raise GrammarFailedError("no token may come next: what the turn allows excludes each other")
+        return is_masked
 
     def _fail(self, request: Request, error: PensieveError) -> None:
         """End the row of a turn, whose choices are not masked from here on."""

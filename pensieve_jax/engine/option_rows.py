@@ -45,7 +45,7 @@ class BadSequences:
     waits = True
 
     def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
-        """Exclude the last id of each sequence behind its other ids."""
+        """Start a reply in which each sequence's last id is excluded behind its other ids."""
         self._sequences = tuple(sequences)
         self._max_tail = max(map(len, sequences)) - 1
         self._tail: tuple[int, ...] = ()

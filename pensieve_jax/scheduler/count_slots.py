@@ -38,13 +38,16 @@ class CountSlots:
         """Give up every slot, as the counts on the device are lost."""
         self._held.clear()
 
-    def count(self, requests: Sequence[Request], counted: np.ndarray) -> list[np.ndarray]:
+    def count(
+        self, requests: Sequence[Request], ends: Sequence[int], counted: np.ndarray
+    ) -> list[np.ndarray]:
         """Fill a step's rows of `Adjustment.counted`; returns the inputs of the programs that seed slots.
 
         Each request's `sample_row` must be that of the previous step.
 
         Args:
           requests: requests that sample, by row of the step; those without penalties keep the padding.
+          ends: position of the token that each row samples. The token before it may be in flight.
           counted: see `Adjustment`.
         """
         rows = [(row, request) for row, request in enumerate(requests) if request.penalties is not None]
@@ -54,14 +57,15 @@ class CountSlots:
                 self._held[request.request_id] = slot
         found: list[np.ndarray] = []
         for row, request in rows:
-            is_pending = request.token_ids[-1] == PENDING_TOKEN
-            num_known = len(request.token_ids) - is_pending
+            end = ends[row]
+            is_pending = request.token_ids[end - 1] == PENDING_TOKEN
+            num_known = end - is_pending
             slot, is_new = self._held.get(request.request_id), False
             if slot is None:
                 slot, is_new = _Slot(self._take(), 0), True
                 self._held[request.request_id] = slot
             found += self._missing(request, slot, num_known, is_new)
-            slot.num_counted = len(request.token_ids)
+            slot.num_counted = end
             counted[:2, row] = slot.index, request.sample_row if is_pending else -1
             counted[2:, row] = request.penalties
         return found

@@ -131,7 +131,7 @@ class Planner:
         for name in (*COLUMNS, "seed"):
             getattr(plan, name)[:num_samples] = sampling[name]
         if sampling["adjusts"].any():
-            plan.adjustment = self._adjustment(requests, plan.layout.max_num_samples)
+            plan.adjustment = self._adjustment(plan, requests)
         for sample_row, request in enumerate(requests):
             request.sample_row = sample_row
             if len(request.token_ids) <= request.num_unending:
@@ -140,12 +140,12 @@ class Planner:
         plan.flags[FLAG_TRUNCATES] = truncates(sampling).any()
         plan.flags[FLAG_LOGPROBS] = sampling["logprobs"].any()
 
-    def _adjustment(self, requests: list[Request], num_rows: int) -> Adjustment:
-        """Return the biases and penalties of a step of `num_rows` rows.
+    def _adjustment(self, plan: StepPlan, requests: list[Request]) -> Adjustment:
+        """Return the biases and penalties of the rows that sample.
 
         Each request's `sample_row` must be that of the previous step.
         """
-        adjustment = Adjustment()
+        adjustment, num_rows = Adjustment(), plan.layout.max_num_samples
         for row, request in enumerate(requests):
             if request.bias is not None:
                 if adjustment.bias is None:
@@ -153,5 +153,6 @@ class Planner:
                 adjustment.bias[:, row, : request.bias.shape[1]] = request.bias
         if any(request.penalties is not None for request in requests):
             adjustment.counted = not_counted(num_rows)
-            adjustment.seeds = self._count_slots.count(requests, adjustment.counted)
+            ends = plan.sample_positions[: len(requests)].tolist()
+            adjustment.seeds = self._count_slots.count(requests, ends, adjustment.counted)
         return adjustment

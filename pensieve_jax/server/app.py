@@ -97,7 +97,7 @@ def make_services(
         metrics=metrics,
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer, settings),
-        defaults=model_defaults(info.source),
+        defaults=model_defaults(info.source, penalties=info.limits.penalties),
         resolver=Resolver(
             tokenizer,
             info.fingerprint,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the object that the text of a call's arguments holds; blank text is an empty object.
 
-    Raises ValueError if the text is no JSON object.
+    Raises ValueError for any other text.
     """
     if not text.strip():
         return {}
@@ -30,8 +30,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def canonical_arguments(text: str) -> str:
     """Return a text that is the same for all spellings of these arguments.
 
-    Clients parse arguments and write them again, with other white space, or 1 in place of 1.0. A text that is
-    no JSON object is returned as it is.
+    Clients parse arguments and write them again, with other white space, or 1 in place of 1.0. Any text but a
+    JSON object is returned unchanged.
     """
     try:
         return json.dumps(_whole_numbers(parse_arguments(text)), sort_keys=True, separators=(",", ":"))
@@ -61,7 +61,7 @@ class CallArguments(dict[str, Any]):
     def sampled(cls, text: str) -> Self:
         """Return arguments that are written as the model spelled them, so that its token ids can stay.
 
-        A text that is no JSON object has no single arguments.
+        Any text but a JSON object has no single arguments.
         """
         try:
             return cls(parse_arguments(text), text)

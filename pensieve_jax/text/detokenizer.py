@@ -42,10 +42,11 @@ class IncrementalDetokenizer:
         *,
         includes_stop: bool = False,
     ) -> None:
-        """Start without text; raise InvalidRequestError unless `stop` is a list of non-empty strings.
+        """Start without text; the control tokens in `shown` are written out.
 
-        The control tokens in `shown` are written out. With `includes_stop`, the text ends behind the stop
-        string instead of before it.
+        With `includes_stop`, the text ends behind the stop string instead of before it.
+
+        Raises InvalidRequestError unless `stop` is a list of non-empty strings.
         """
         if isinstance(stop, str):
             raise InvalidRequestError("stop", stop, "a list of strings", "put the string into a list")

@@ -109,7 +109,7 @@ def added_parts(text: str, template: TemplateInput, *, turn: str) -> ReplyParts:
 def _parts(parser: ReplyParser, text: str, reply: ReplyFormat, turn: str) -> ReplyParts:
     found = parsed_reply([*parser.feed(text), *parser.end()])
     calls = tuple(
-        ToolCall(call_id(reply, turn, index, call.header), call.name, call.arguments)
+        ToolCall(call_id(turn, index, row=reply.calls, header=call.header), call.name, call.arguments)
         for index, call in enumerate(found.calls)
     )
     return ReplyParts(found.content, found.reasoning, calls)
@@ -178,14 +178,14 @@ def shown_marks(template: TemplateInput) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*calls, *reasoning)))
 
 
-def call_id(reply: ReplyFormat, turn: str, index: int, header: str) -> str:
+def call_id(turn: str, index: int, *, row: str = "", header: str = "") -> str:
     """Return the id of the call at position `index` of a turn's reply.
 
     It is "call_" and 24 hexadecimal digits, or what the templates of its format demand: nine letters and
-    digits, or the header that the model wrote.
+    digits, or the header that the model wrote. `row` is the name of the format.
     """
     digits = hashlib.sha256(f"{turn}/{index}".encode()).hexdigest()
-    form = TOOL_FORMATS[reply.calls].id_form
+    form = TOOL_FORMATS[row].id_form if row else "call"
     if form == "header" and header:
         return header
     return digits[:9] if form == "short" else f"call_{digits[:24]}"

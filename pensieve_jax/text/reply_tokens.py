@@ -44,12 +44,11 @@ class ReplyTokens:
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
+        includes_stop = params.include_stop_str_in_output
         self._detokenizer = (
             None
             if tokenizer is None
-            else IncrementalDetokenizer(
-                tokenizer, params.stop, shown, includes_stop=params.include_stop_str_in_output
-            )
+            else IncrementalDetokenizer(tokenizer, params.stop, shown, includes_stop=includes_stop)
         )
         self.pieces: list[str] = []
         self.token_ids: list[int] = []

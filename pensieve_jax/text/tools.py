@@ -24,8 +24,8 @@ _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
 def check_tools(tools: object, field: str = "tools") -> tuple[Tool, ...]:
     """Return well-formed function tools, each with the same keys in the same order.
 
-    So the same tools are written as the same text, whichever API they came from. `strict` is no text for the
-    model and left out. A function without `parameters` takes none.
+    So the same tools are written as the same text, whichever API they came from. `strict` is left out,
+    since it concerns the server. A function without `parameters` takes none.
 
     Raises InvalidRequestError naming `field`, `field[i].type`, `field[i].function.name` and so on.
     """

@@ -558,7 +558,7 @@ def test_pools_that_cannot_fit_are_refused(monkeypatch):
     """The check comes before their creation, and includes a step's temporaries once those are known."""
     model, mesh = _model("llama-tiny", 1), make_mesh(1)
     analysis = runner_for().memory_analysis()
-    resident_bytes = analysis["weights_bytes"] + analysis["kv_pool_bytes"]
+    resident_bytes = sum(analysis[name] for name in ("weights_bytes", "kv_pool_bytes", "counts_bytes"))
     monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda device: resident_bytes - 1)
     with pytest.raises(ConfigError, match=rf"cache\.gpu_pages is {GPU_PAGES}.*at most {GPU_PAGES - 1}"):
         ModelRunner(model, engine_config(), mesh)

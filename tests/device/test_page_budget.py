@@ -14,6 +14,7 @@ from pensieve_jax import CacheConfig, ConfigError, EngineConfig, SchedulerConfig
 from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.core.errors import StepFailedError
+from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device import model_runner
 from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.device.page_budget import PageBudget, num_pages_in, reserved_bytes
@@ -35,7 +36,7 @@ Largest program allocations in bfc:
 """
 
 
-def budget(fraction=None, *, limit_bytes=105 * GB, gpu_pages=6600, staging_bytes=0):
+def budget(fraction=None, *, limit_bytes=105 * GB, gpu_pages=6600, staging_bytes=0, counts_bytes=0):
     stats = None if limit_bytes is None else {"bytes_limit": limit_bytes}
     device = SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
     return PageBudget(
@@ -46,6 +47,7 @@ def budget(fraction=None, *, limit_bytes=105 * GB, gpu_pages=6600, staging_bytes
         weights_bytes=70 * GB,
         staging_bytes=staging_bytes,
         max_step_tokens=2048,
+        counts_bytes=counts_bytes,
     )
 
 
@@ -95,6 +97,8 @@ def test_before_steps_are_known_the_error_does_not_name_them():
         in said
     )
     assert "max_num_batched_tokens" not in said
+    said = refusal(budget(gpu_pages=7100, counts_bytes=GB).check)
+    assert "at most 6,799: weights (70.0 GB), counts of ids (1.0 GB) and 7,100 pages" in said
 
 
 def test_if_not_even_one_page_fits_the_error_does_not_suggest_fewer():
@@ -235,6 +239,7 @@ def test_pages_use_what_the_weights_leave():
     """The fullest device counts, with chunks in transit and the dummy page."""
     assert num_pages_in(0.9, [device(1000, 100)], 10, 0) == 79
     assert num_pages_in(0.9, [device(1000, 100)], 10, 300) == 49
+    assert num_pages_in(0.9, [device(1000, 100)], 10, 200, 0, 100) == 49
     assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
 
 
@@ -277,7 +282,8 @@ def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
     config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
     runner, config = make_runner("random:llama-tiny", "float32", config, progress=False)
     page_bytes = runner.memory_analysis()["page_bytes"]
-    assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes) // page_bytes - 1
+    count_bytes = counts_bytes(config.scheduler.max_num_running, 320)
+    assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes - count_bytes) // page_bytes - 1
     assert config.cache.gpu_memory_fraction is None
     num_buckets = 8 if jax.default_backend() == "gpu" else 4
     assert config.scheduler.max_num_buckets == len(runner.layouts) == num_buckets

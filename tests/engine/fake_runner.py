@@ -3,13 +3,15 @@
 Layer l stores, for each token, a hash of (position, token, sum of layer l-1's entries over all positions up
 to it), read through the row's page list. One wrong, stale, swapped or missing entry in any layer therefore
 changes the entries of all later positions and the next token. A random token depends on the seed, the
-position and every sampling parameter as well, and banned ids are skipped.
+position and every sampling parameter as well, and banned ids are skipped. With penalties or biases, every
+token depends on them and on the counts of the turn's ids.
 
 `dense_continuation` is the reference: it computes the same from a plain list of tokens, without pages.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,14 @@ import numpy as np
 
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.decoding.adjustments import (
+    PADDING_CODE,
+    Adjustment,
+    bias_words,
+    no_bias,
+    not_counted,
+    penalty_words,
+)
 from pensieve_jax.engine.late_rows import LateRow
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.scheduler import StepPlan, StepResult, bucket_layout, token_buckets
@@ -69,18 +79,45 @@ class Choice(NamedTuple):
     seed: int
     position: int
     banned_ids: frozenset[int]
+    min_p: float = 0.0
+    adjustment: int = 0  # what `adjustment_of` makes of penalties, counts and biases
 
 
 def choose(total: int, how: Choice) -> int:
     """Return the next token after KV entries that sum to `total` in the last layer."""
-    word = mix(0, 0, total)
+    word = mix(0, 0, total) ^ how.adjustment
     if how.temperature > 0:
         (floats,) = struct.unpack("<Q", struct.pack("<ff", how.temperature, how.top_p))
         word = mix(how.position, how.top_k, word ^ mix(0, 1, how.seed) ^ floats)
+        if how.min_p:
+            word = mix(2, int(how.min_p * 2**20), word)
     token_id = word % VOCAB_SIZE
     while token_id in how.banned_ids:
         token_id = (token_id + 1) % VOCAB_SIZE
     return token_id
+
+
+def adjustment_of(penalties: np.ndarray, counts: np.ndarray, seen: np.ndarray, bias: np.ndarray) -> int:
+    """Return a hash of a row's penalties (i32[3]), counts and context by id, and biases (i32[2, n])."""
+    digest = hashlib.blake2b(digest_size=8)
+    off = penalty_words(SamplingParams())
+    if (penalties != off).any():
+        digest.update(penalties.tobytes() + counts.astype(np.int64).tobytes())
+        if penalties[0] != off[0]:
+            digest.update((seen | (counts > 0)).tobytes())
+    if (bias[0] >= 0).any():
+        digest.update(bias[:, bias[0] >= 0].tobytes())
+    elif (penalties == off).all():
+        return 0
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _dense_adjustment(params: SamplingParams, context_ids: Sequence[int], reply_ids: Sequence[int]) -> int:
+    counts = np.bincount(np.array(reply_ids, int), minlength=VOCAB_SIZE)
+    seen = np.zeros(VOCAB_SIZE, bool)
+    seen[list(context_ids)] = True
+    bias = bias_words(params) if params.logit_bias else np.zeros((2, 0), np.int32)
+    return adjustment_of(penalty_words(params), counts, seen, bias)
 
 
 def logprob_of(total: int) -> float:
@@ -126,7 +163,11 @@ def dense_continuation(
             words = np.full((1, -(-VOCAB_SIZE // 32)), -1, np.int32)
             row.fill(words[0])
             banned_ids |= masked_ids(words, 0)
-        token_id = choose(totals[-1], _choice(params, seed, position, banned_ids))
+        elif params.allowed_token_ids is not None:
+            banned_ids |= frozenset(range(VOCAB_SIZE)) - frozenset(params.allowed_token_ids)
+        how = _choice(params, seed, position, banned_ids)
+        how = how._replace(adjustment=_dense_adjustment(params, token_ids, found.token_ids))
+        token_id = choose(totals[-1], how)
         found.token_ids.append(token_id)
         found.totals.append(totals[-1])
         if row is not None:
@@ -140,7 +181,7 @@ def dense_continuation(
 
 
 def _choice(params: SamplingParams, seed: int, position: int, banned_ids: frozenset[int]) -> Choice:
-    return Choice(params.temperature, params.top_k, params.top_p, seed, position, banned_ids)
+    return Choice(params.temperature, params.top_k, params.top_p, seed, position, banned_ids, params.min_p)
 
 
 @dataclass(eq=False)
@@ -172,6 +213,7 @@ class FakeRunner:
         self.num_pages = config.cache.gpu_pages + 1
         self.num_compilations = 0
         self.num_top = config.runner.max_logprobs
+        self.num_count_slots = config.num_count_slots
         self.layouts = {
             bucket: bucket_layout(config, bucket, context_tokens=max_context_tokens)
             for bucket in token_buckets(config.scheduler)
@@ -198,6 +240,9 @@ class FakeRunner:
         self._prev_ids = np.zeros(0, np.int32)
         self._next_step_id: int | None = None
         self._unchosen: FakeHandle | None = None
+        # As on a device, a slot holds anything until it is seeded.
+        self._counts = np.full((self.num_count_slots, VOCAB_SIZE), 77)
+        self._seen = np.ones((self.num_count_slots, VOCAB_SIZE), bool)
 
     def launch(self, plan: StepPlan) -> FakeHandle:
         self._check(plan)
@@ -232,7 +277,9 @@ class FakeRunner:
     def choose(self, handle: FakeHandle, words: np.ndarray | None) -> None:
         assert handle is self._unchosen, "not the last launched step"
         self._unchosen = None
-        handle.result = self._sample(handle.plan, handle.totals, words)
+        plan = handle.plan
+        how = [] if plan.adjustment is None else self._adjust(plan, plan.adjustment)
+        handle.result = self._sample(plan, handle.totals, words, how)
         self._prev_ids = handle.result.token_ids
 
     def fetch(self, handle: FakeHandle) -> StepResult:
@@ -245,7 +292,34 @@ class FakeRunner:
         tokens = slice(int(plan.cu_q_lens[row]), int(plan.cu_q_lens[row + 1]))
         return tokens, plan.page_indices[row, :num_pages].astype(np.int64)
 
-    def _sample(self, plan: StepPlan, totals: list[int], words: np.ndarray | None) -> StepResult:
+    def _adjust(self, plan: StepPlan, adjustment: Adjustment) -> list[int]:
+        """Seed slots, count ids in flight, and return each row's hash."""
+        for seed in adjustment.seeds:
+            slot, clears, codes = int(seed[0]), seed[1], seed[2:]
+            if clears:
+                self._counts[slot], self._seen[slot] = 0, False
+            np.add.at(self._counts[slot], codes[(codes >= 0) & (codes != PADDING_CODE)], 1)
+            self._seen[slot, -1 - codes[codes < 0]] = True
+        num_rows = plan.layout.max_num_samples
+        counted = not_counted(num_rows) if adjustment.counted is None else adjustment.counted
+        bias = no_bias(num_rows) if adjustment.bias is None else adjustment.bias
+        slots = counted[0][counted[0] >= 0].tolist()
+        assert len(slots) == len(set(slots)), "two rows count in one slot"
+        found = []
+        for row in range(int(plan.num_samples[0])):
+            slot, prev_sample = counted[:2, row].tolist()
+            if slot >= 0 and prev_sample >= 0:
+                self._counts[slot, self._prev_ids[prev_sample]] += 1
+            found.append(adjustment_of(counted[2:, row], self._counts[slot], self._seen[slot], bias[:, row]))
+        return found
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        totals: list[int],
+        words: np.ndarray | None = None,
+        adjustments: Sequence[int] = (),
+    ) -> StepResult:
         if words is not None:
             assert words.shape == (plan.layout.max_num_samples, -(-VOCAB_SIZE // 32)), words.shape
             assert words.dtype == np.int32 and (words[len(totals) :] == -1).all(), "padding has no mask"
@@ -265,6 +339,8 @@ class FakeRunner:
                 seed=int(plan.seed[row, 0]) | int(plan.seed[row, 1]) << 32,
                 position=int(plan.sample_positions[row]),
                 banned_ids=frozenset(plan.banned_ids[row].tolist()) | masked_ids(words, row),
+                min_p=float(plan.min_p[row]) if draws else 0.0,
+                adjustment=adjustments[row] if adjustments else 0,
             )
             result.token_ids[row] = choose(total, how)
             result.logprobs[row] = logprob_of(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pensieve_jax.cache import ChunkState
 from pensieve_jax.config import EngineConfig
@@ -57,6 +58,7 @@ def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tok
             seed=seed,
             ignore_eos=draft.ending != "eos",
             logprobs=draft.seed % 4,
+            **_options(draft.seed // 11 % 8, bench.vocab_size),
         ),
         seed=seed,
         max_total_tokens=max_total_tokens,
@@ -65,6 +67,22 @@ def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tok
     if draft.ending == "stop" and facts.max_output_len > 0:
         return replace(facts, params=replace(facts.params, stop_token_ids=(bench.stop_id(facts),)))
     return facts
+
+
+def _options(kind: int, vocab_size: int) -> dict[str, Any]:
+    """Return sampling options that adjust logits; half of the turns have none."""
+    penalties = {"repetition_penalty": 1.25, "frequency_penalty": 0.5, "presence_penalty": -0.25}
+    others = {
+        "logit_bias": {1: -4.0, vocab_size - 1: 2.5},
+        "allowed_token_ids": range(0, vocab_size, 3),
+        "min_p": 0.03125,
+    }
+    return {
+        4: penalties,
+        5: {"frequency_penalty": 1.5},
+        6: others,
+        7: penalties | others,
+    }.get(kind, {})
 
 
 def check_output(running: Running, bench: Bench) -> None:

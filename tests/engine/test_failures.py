@@ -108,11 +108,12 @@ def test_waiting_turns_survive_a_failed_step():
     assert harness.run(waiting)[0].token_ids == harness.expected(facts[1])
 
 
-def test_a_suspended_turn_survives_a_failed_step():
-    """Its token in flight is lost with the step, and sampled again with the same id."""
+@pytest.mark.parametrize("options", [{}, {"frequency_penalty": 0.5, "repetition_penalty": 1.5}], ids=str)
+def test_a_suspended_turn_survives_a_failed_step(options):
+    """Its token in flight is lost with the step, and sampled again with the same id; so are its counts."""
     harness = Harness(small_config(gpu_pages=3, reserve_fraction=0.0))
     early = harness.facts(harness.prompt(14, seed=1), "early", max_tokens=20)
-    late = harness.facts(harness.prompt(10, seed=2), "late", max_tokens=12)
+    late = harness.facts(harness.prompt(10, seed=2), "late", max_tokens=12, **options)
     turns = [harness.submit(early, "early"), harness.submit(late, "late")]
     while not (harness.scheduled and harness.scheduled[-1].suspended):
         if len(harness.scheduled) > 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -226,6 +227,39 @@ def masks_of_other_rows(patch):
 
 def rows_never_wait(patch):
     patch.setattr(LateRows, "wait_for_ids", lambda self, sampling: False)
+
+
+class Slow(Residues):
+    """Row whose masks take some seconds of the thread's time, by a clock that the test moves."""
+
+    def __init__(self, clock, seconds) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def fill(self, words: np.ndarray) -> bool:
+        self.clock[0] += self.seconds
+        return super().fill(words)
+
+
+def test_slow_rows_fail_before_they_delay_a_step_for_long(monkeypatch):
+    """Quick rows go first; slow ones fail where the step's time or their own is used up."""
+    clock = [0.0]
+    monkeypatch.setattr("pensieve_jax.engine.late_rows.time.thread_time", lambda: clock[0])
+    harness = Harness()
+    slow = [submitted(harness, f"s{i}", Slow(clock, 0.02), seed=i)[0] for i in range(5)]
+    quick, facts = submitted(harness, "q", Slow(clock, 0.0005), seed=9)
+    begins = []
+    while harness.engine.has_unfinished:
+        begins.append(clock[0])
+        harness.step()
+    assert quick.result().token_ids == expected(facts, Residues())
+    taken = [after - before for before, after in itertools.pairwise(begins)]
+    assert taken[0] > 0.1 and max(taken[1:]) < 0.09, "the first masks were filled before, when compiled"
+    errors = [str(turn.error) for turn in slow]
+    assert all(isinstance(turn.error, GrammarFailedError) for turn in slow)
+    assert any("a step took more than 60 ms" in error for error in errors)
+    assert any("too long" in error for error in errors)
+    harness.check_empty()
 
 
 @pytest.mark.parametrize("fault", [accepts_late, masks_of_other_rows, rows_never_wait])

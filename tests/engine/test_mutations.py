@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.engine.count_mutations import COUNT_MUTATIONS, RARE_COUNT_MUTATIONS
 from tests.engine.driver import run_scenario
 from tests.engine.mutations import MUTATIONS
 from tests.engine.scenarios import random_scenario
@@ -14,6 +15,7 @@ from tests.seeds import EVERYTHING
 
 NUM_SEEDS = 200
 PLANTED = MUTATIONS | TIER_MUTATIONS
+PLANTED |= {name: plant for name, plant in COUNT_MUTATIONS.items() if name not in RARE_COUNT_MUTATIONS}
 # These run first: short scenarios, the shortest first, that together catch every planted bug. The set changes
 # with the generator and the engine; for a bug that none of them catches any more, all seeds follow.
 SHORT_SEEDS = (442, 400, 390, 300, 388, 362, 116, 56, 15, 192, 224, 219, 376, 256, 135, 484, 286, 81)

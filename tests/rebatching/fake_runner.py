@@ -77,6 +77,7 @@ class Words:
             seed,
             int(one["sample_position"][0]),
             frozenset(self.banned[:, row].tolist()) - {-1},
+            float(one["min_p"].view(np.float32)[0]),
         )
 
 

@@ -136,6 +136,7 @@ class Scenario:
                 temperature=float(rng.choice([0.0, 0.7])),
                 top_k=int(rng.choice([0, 5])),
                 top_p=float(rng.choice([1.0, 0.5])),
+                min_p=float(rng.choice([0.0, 0.25])),
                 ignore_eos=bool(min_tokens) or bool(rng.random() < 0.5),  # there are too many of them to ban
                 logprobs=rng.choice([None, 0, 3]),
                 stop_token_ids=rng.integers(0, VOCAB_SIZE, 8).tolist() if rng.random() < 0.3 else (),

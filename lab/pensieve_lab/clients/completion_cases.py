@@ -110,10 +110,9 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "structured output, audio, reasoning effort", is_refusal=True)
+@case(CHATS, "audio, reasoning effort", is_refusal=True)
 async def refused_parameters(client: Any) -> None:
     for name, value in (
-        ("response_format", {"type": "json_object"}),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),
     ):

@@ -206,7 +206,6 @@ async def in_conversation(client: Any) -> None:
 
 
 _FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
-_SCHEMA = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
 _IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "auto"}
 _FILE = {"type": "input_file", "file_data": "x"}
 
@@ -215,13 +214,6 @@ _FILE = {"type": "input_file", "file_data": "x"}
 async def tools(client: Any) -> None:
     await refused(
         "unsupported_parameter", "tools", client.responses.create, **GREEDY, input="Hi!", tools=[_FUNCTION]
-    )
-
-
-@case(RESPONSES, "structured output", is_refusal=True)
-async def structured(client: Any) -> None:
-    await refused(
-        "unsupported_parameter", "text.format", client.responses.create, **GREEDY, input="Hi!", text=_SCHEMA
     )
 
 

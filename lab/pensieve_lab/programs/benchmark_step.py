@@ -26,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import numpy as np
 from absl import flags
 
 from pensieve_jax import ConfigError, EngineConfig
@@ -41,7 +42,8 @@ from pensieve_jax.commands.engine_flags import (
 )
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.sampling_params import MAX_BIASED_IDS, SamplingParams
+from pensieve_jax.decoding.adjustments import num_words
 from pensieve_jax.decoding.device.weights import ProgressBar, serving_dtype
 from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed
 from pensieve_lab.common.list_flags import numbers
@@ -62,8 +64,12 @@ SAMPLERS = {
     "greedy": SamplingParams(),
     "temperature": SamplingParams(temperature=0.8),
     "top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
-    "greedy, with log-probabilities": SamplingParams(logprobs=1),
+    "greedy, with log-probabilities": SamplingParams(logprobs=20),
+    "masked": SamplingParams(),  # with a mask for each row, copied in each step
+    "counts": SamplingParams(repetition_penalty=1.1, frequency_penalty=0.5, presence_penalty=0.5),
+    "bias": SamplingParams(logit_bias={token_id: 0.5 for token_id in range(MAX_BIASED_IDS)}),
 }
+_MASKED = "masked"
 
 
 def cases() -> dict[str, list[StepRow]]:
@@ -171,18 +177,34 @@ def traced(step: Timed) -> Figures:
     return summary(trace_kernels(lambda: step.sample_s(num_launches)), _NUM_TRACED_STEPS)
 
 
-def measure_sampling(steps: RowSteps, rows: list[StepRow]) -> Figures:
-    """Measure the step without a sampler and with each, and the time that each adds."""
+def random_masks(num_rows: int, vocab_size: int) -> np.ndarray:
+    """Return masks of half of the ids, i32[num_rows, ceil(vocab_size / 32)]."""
+    shape = num_rows, num_words(vocab_size)
+    return np.random.default_rng(0).integers(0, 2**32, shape, np.uint32).view(np.int32)
+
+
+def measure_sampling(steps: RowSteps, rows: list[StepRow], vocab_size: int) -> Figures:
+    """Measure the step without a sampler and with each, and the time that each adds.
+
+    `extra` compares with no sampler, `beside_greedy` with a greedy choice.
+    """
     timed = {"no sampler": steps.layers(steps.plan(rows, SamplingParams()))}
-    timed |= {name: steps.whole(steps.plan(rows, sampled)) for name, sampled in SAMPLERS.items()}
+    for name, sampled in SAMPLERS.items():
+        plan = steps.plan(rows, sampled)
+        masks = random_masks(plan.layout.max_num_samples, vocab_size) if name == _MASKED else None
+        timed[name] = steps.whole(plan, masks)
     samples: dict[str, list[float]] = {name: [] for name in timed}
     for _ in range(FLAGS.num_repeats + 1):
         for name, one in timed.items():
             samples[name].append(one.sample_s(FLAGS.num_launches))
     spreads = {name: Spread.of(values[1:]) for name, values in samples.items()}
-    least = spreads["no sampler"].median
+    least, greedy = spreads["no sampler"].median, spreads["greedy"].median
     return {
-        name: {"step_s": spread.as_dict(), "extra": spread.median / least - 1}
+        name: {
+            "step_s": spread.as_dict(),
+            "extra": spread.median / least - 1,
+            "beside_greedy": spread.median / greedy - 1,
+        }
         for name, spread in spreads.items()
     }
 
@@ -266,9 +288,10 @@ def print_tables(figures: Figures) -> None:
     ]
     print(table(["step", "bucket", "median, ms", "bound, ms", "bound / median", "host, ms"], rows))
     rows = [
-        [name, 1e3 * one["step_s"]["median"], 100 * one["extra"]] for name, one in figures["sampling"].items()
+        [name, 1e3 * one["step_s"]["median"], 100 * one["extra"], 100 * one["beside_greedy"]]
+        for name, one in figures["sampling"].items()
     ]
-    print(table(["sampler", "median, ms", "extra, %"], rows))
+    print(table(["sampler", "median, ms", "extra, %", "beside greedy, %"], rows))
     serving = figures.get("serving")
     if serving:
         shown = [[name, 1e3 * serving[name]["median"]] for name in ("bare_step_s", "engine_step_s", "wait_s")]
@@ -302,7 +325,7 @@ def main() -> int:
         "ceilings": ceilings._asdict(),
         "start_up_s": start_up_s,
         "steps": measure_steps(parts, steps, found_cases, ceilings),
-        "sampling": measure_sampling(steps, next(iter(found_cases.values()))),
+        "sampling": measure_sampling(steps, next(iter(found_cases.values())), parts.model_config.vocab_size),
     }
     if FLAGS.num_serving:
         found["serving"] = measure_serving(parts, steps)

@@ -53,7 +53,7 @@ class ReplyItems:
     def open(self, event: ReplyEvent) -> Item:
         """Add the item that an event begins, without text."""
         if isinstance(event, CallBegun):
-            found = call_id(self._reply, self._turn_id, event.call, event.header)
+            found = call_id(self._turn_id, event.call, row=self._reply.calls, header=event.header)
             item = call_item(self._id("fc"), found, event.name, "")
         elif isinstance(event, ReasoningText):
             item = reasoning_item(self._id("rs"), "")

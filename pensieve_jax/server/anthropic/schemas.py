@@ -125,11 +125,17 @@ class ContextManagement(Body):
                 raise unsupported(f"{at}.keep", "no reasoning is removed", ("all",))
 
 
+class OutputFormat(Body):
+    """The form of a reply: JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(Body):
     """How much effort a reply takes, and its format."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ()}
-
+    format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -181,7 +187,6 @@ class MessagesBody(ContextFields, kw_only=True):
         "n": (1,),
         "logprobs": (False, 0),
         "top_logprobs": (0,),
-        "output_format": (),
         "speed": ("standard",),
         "service_tier": ("auto", "standard_only"),
         "inference_geo": ("global",),
@@ -209,3 +214,4 @@ class MessagesBody(ContextFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: Seed | None = None
+    output_format: OutputFormat | None = None

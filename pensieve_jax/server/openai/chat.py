@@ -27,6 +27,7 @@ from pensieve_jax.server.turns.checks import check_metadata, check_model
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
+from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -42,7 +43,8 @@ async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    completion = await call.run_cpu(ChatCompletion, call, body)
+    form = await asked_form(call, body)
+    completion = await call.run_cpu(ChatCompletion, call, body, form)
     return await reply_in(completion, call, body, await completion.start())
 
 
@@ -52,10 +54,10 @@ ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
 class ChatCompletion:
     """One chat completion request, from its messages to its response. It is a `WireFormat`."""
 
-    fields: Final = {"prompt": "messages", "logprobs": "top_logprobs"}
-
-    def __init__(self, call: HttpRequest, body: ChatBody) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
+        """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
+        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **asked.fields}
+        self._form = asked.form
         self._services = call.services
         self._body = body
         check_metadata(body.metadata)
@@ -149,6 +151,7 @@ class ChatCompletion:
             self._services.defaults,
             max_tokens=self._max_tokens or max(1, room),
             logprobs=self._num_logprobs,
+            structured=self._form,
         )
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -200,7 +203,7 @@ class ReplyDeltas:
             case CallBegun(call, name, header):
                 self.num_calls += 1
                 function: dict[str, Any] = {"name": name, "arguments": ""}
-                found = call_id(self._reply, self._turn_id, call, header)
+                found = call_id(self._turn_id, call, row=self._reply.calls, header=header)
                 return {
                     "tool_calls": [{"index": call, "id": found, "type": "function", "function": function}]
                 }

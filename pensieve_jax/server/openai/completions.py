@@ -50,6 +50,7 @@ from pensieve_jax.server.turns.sampling import (
     completion_usage,
 )
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
+from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text.token_texts import TokenOffsets
 
@@ -90,7 +91,8 @@ async def create_completion(call: HttpRequest) -> HttpResponse:
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
     estimate = WorkEstimate(is_long(len(call.body)), body.previous_response_id is not None)
-    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body)
+    form = await asked_form(call, body)
+    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body, form)
     await call.run_cpu(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 
@@ -174,10 +176,10 @@ def _turn_ids(
 class Completion:
     """One completion request, from its prompts to its response. It is a `WireFormat`."""
 
-    fields: Final[Mapping[str, str]] = {"durable": "store"}
-
-    def __init__(self, call: HttpRequest, body: CompletionBody) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(self, call: HttpRequest, body: CompletionBody, asked: AskedForm) -> None:
+        """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
+        self.fields: Final[Mapping[str, str]] = {"durable": "store", **asked.fields}
+        self._form = asked.form
         self._services = call.services
         self._notes = call.notes
         self._wait = call.unless_gone
@@ -229,6 +231,7 @@ class Completion:
             services.defaults,
             max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
+            structured=self._form,
         )
 
         async def start() -> Sequence[AsyncTurn]:

@@ -7,6 +7,7 @@ Does not know: request schemas, or how a reply is written. Called by the handler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
+from pensieve_jax.server.turns.forms import behind_reasoning
 from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
@@ -50,11 +52,11 @@ class MessageTurns:
         self,
         call: HttpRequest,
         messages: Sequence[Message],
+        template_input: TemplateInput = NO_INPUT,
         *,
         num_replies: int = 1,
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
-        template_input: TemplateInput = NO_INPUT,
         paths: Sequence[str] | None = None,
     ) -> None:
         """Prepare the turns of a request.
@@ -62,10 +64,10 @@ class MessageTurns:
         Args:
           call: the request.
           messages: the whole context, of well-formed messages.
+          template_input: what the template gets beside them.
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
-          template_input: what the chat template gets beside the messages.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
@@ -158,10 +160,21 @@ class MessageTurns:
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        params = [self._behind_reasoning(one) for one in params_of(room)]
         return [
             context.spec(one, self._attachment(context, one))
-            for context, one in zip(self.contexts, params_of(room), strict=True)
+            for context, one in zip(self.contexts, params, strict=True)
         ]
+
+    def _behind_reasoning(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with a form, if they have one, that begins behind the reply's reasoning."""
+        tokenizer, context = self._services.tokenizer, self.contexts[0]
+        if params.structured is None or tokenizer is None:
+            return params
+        form = behind_reasoning(
+            params.structured, context.template_input, context.prompt_token_ids, tokenizer
+        )
+        return replace(params, structured=form)
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
         """Return the record to commit with a turn that is stored, else None."""

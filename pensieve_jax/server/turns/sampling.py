@@ -27,7 +27,9 @@ from pensieve_jax.core.sampling_params import (
     sampling_table,
     taken_fields,
 )
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.http.bodies import Body
+from pensieve_jax.server.turns.structured import StructuredFields
 
 _log = logging.getLogger(__name__)
 _DEFAULTS = {"temperature": 1.0}
@@ -64,14 +66,7 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     # Which tokens and texts are possible.
     "logits_processors": ([],),
     "custom_logit_processor": ("",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "structural_tag": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json_object": (False,),
     "guided_decoding_backend": ("",),
     "guided_whitespace_pattern": ("",),
     "regex": ("",),
@@ -186,7 +181,7 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(StructuredFields):
     """Request fields that Chat Completions and Completions share, including all sampling fields.
 
     `metadata` has an effect on stored turns only.
@@ -209,7 +204,10 @@ class SamplingFields(Body):
             "prompt_cache_retention",
         }
     )
-    MISPLACED: ClassVar[Mapping[str, str]] = {name: f"Use {ours}." for name, ours in MISSPELLED.items()}
+    MISPLACED: ClassVar[Mapping[str, str]] = {
+        **{name: f"Use {ours}." for name, ours in MISSPELLED.items()},
+        "structured": "Use response_format or structured_outputs.",
+    }
 
     model: str | None = None
     n: Choices | None = None
@@ -246,11 +244,12 @@ class SamplingFields(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def model_defaults(source: str) -> dict[str, Any]:
+def model_defaults(source: str, *, penalties: bool = True) -> dict[str, Any]:
     """Return the default sampling parameters from the model's generation_config.json.
 
     Args:
       source: the model directory. Any other text, such as "random:<preset>", has no such file.
+      penalties: whether the engine has penalties; else those of the file are not applied.
 
     `do_sample: false` in the file means temperature 0. A warning names the settings of the file that would
     change replies and are not applied. Raises ConfigError for a file that is not a JSON object, and for an
@@ -263,7 +262,11 @@ def model_defaults(source: str) -> dict[str, Any]:
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError) as error:
         raise ConfigError(str(path), "unreadable", f"a JSON object ({error})") from error
-    taken = [name for name, row in sampling_table().items() if row.is_model_default]
+    rows = {name: row for name, row in sampling_table().items() if row.is_model_default}
+    taken = [name for name, row in rows.items() if penalties or row.penalty is None]
+    without_effect = dict(_NOT_APPLIED) | {
+        name: (row.penalty.off,) for name, row in rows.items() if name not in taken and row.penalty
+    }
     found = {name: values[name] for name in taken if values.get(name) is not None}
     if not isinstance(values.get("do_sample"), bool | None):
         raise ConfigError(f"{path}: do_sample", values["do_sample"], "true, false or null")
@@ -273,27 +276,35 @@ def model_defaults(source: str) -> dict[str, Any]:
         params = SamplingParams(**found)
     except InvalidRequestError as error:
         raise ConfigError(f"{path}: {error.field}", error.value, error.limit) from error
-    left_out = _left_out(values)
+    left_out = _left_out(values, without_effect)
     if left_out:
         _log.warning("%s sets %s, which this server does not apply", path, ", ".join(left_out))
     return _DEFAULTS | {name: getattr(params, name) for name in found}
 
 
-def _left_out(values: Mapping[str, Any]) -> list[str]:
-    """Return the settings that would change replies and that no engine has, as text."""
+def _left_out(values: Mapping[str, Any], settings: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return those of `settings` that would change replies and are not applied, as text.
+
+    `settings` has the values without effect of each.
+    """
     return [
         f"{name}={values[name]!r}"
-        for name, without_effect in _NOT_APPLIED.items()
+        for name, without_effect in settings.items()
         if values.get(name) is not None and values[name] not in without_effect
     ]
 
 
 def choice_params(
-    body: SamplingFields, defaults: dict[str, Any], *, max_tokens: int, logprobs: int | None
+    body: SamplingFields,
+    defaults: dict[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    structured: StructuredOutput | None = None,
 ) -> list[SamplingParams]:
     """Return the parameters of each choice of a completion; raise InvalidRequestError naming the field."""
     given = {name: getattr(body, name) for name in taken_fields(COMPLETIONS)}
-    params = sampling_params(defaults, given, max_tokens=max_tokens, logprobs=logprobs)
+    params = sampling_params(defaults, given, max_tokens=max_tokens, logprobs=logprobs, structured=structured)
     if params.seed is None:
         return [params] * body.num_choices
         # With the same seed, all choices would be the same reply.
@@ -301,14 +312,19 @@ def choice_params(
 
 
 def sampling_params(
-    defaults: Mapping[str, Any], given: Mapping[str, Any], *, max_tokens: int, logprobs: int | None = None
+    defaults: Mapping[str, Any],
+    given: Mapping[str, Any],
+    *,
+    max_tokens: int,
+    logprobs: int | None = None,
+    structured: StructuredOutput | None = None,
 ) -> SamplingParams:
     """Return the parameters of a turn; raise InvalidRequestError naming the field.
 
     Args:
         defaults: values by field for fields that the request leaves out.
         given: values by field from the request; None takes the default.
-        max_tokens, logprobs: fields that each route names and defaults differently.
+        max_tokens, logprobs, structured: fields that each route names and defaults differently.
     """
     chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     if "seed" in chosen:
@@ -317,7 +333,7 @@ def sampling_params(
         chosen["stop"] = [chosen["stop"]]
     if "logit_bias" in chosen:
         chosen["logit_bias"] = _biases(chosen["logit_bias"])
-    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, structured=structured, **chosen)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -31,7 +31,7 @@ _REASONS: Final = ("<think>", "reasoning_content", "reasoning_effort")
 
 
 class FunctionDefinition(Body):
-    """The function of a tool. `strict` is no text for the model."""
+    """The function of a tool. Templates do not get `strict`."""
 
     name: str
     description: str | None = None
@@ -87,7 +87,7 @@ def template_input(
     prefill: str | None = None,
     generation_prompt: bool = True,
 ) -> TemplateInput:
-    """Return the input of a rendering.
+    """Return the input of a rendering, whose reply may call the tools.
 
     Args:
       chat_format: the model's chat template; None without one, which the resolver refuses.
@@ -110,13 +110,16 @@ def template_input(
     if tools and not chat_format.reads("tools"):
         why = "the model's chat template takes no tools"
         raise unsupported("tools", f"{why}; `pensieve serve --tools=ignore` accepts them without effect")
+    if tools and chat_format.tool_format is None:
+        why = "the server does not know how the model writes calls"
+        raise unsupported("tools", f"{why}; name the form with `pensieve serve --tool_call_parser`")
     if given != NO_INPUT:
         chat_format.check_input(given, arguments_field="chat_template_kwargs")
     for name, value in _effort_arguments(chat_format, effort, effort_field).items():
         if given.arguments.setdefault(name, value) != value:
             sentence = f"{effort_field} and chat_template_kwargs.{name} contradict each other; give only one."
             raise invalid_value(effort_field, sentence)
-    return given
+    return chat_format.with_calls(given)
 
 
 def _effort_arguments(chat_format: ChatFormat, effort: str | None, field: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tests.kernels.cross_lower import lower_for_cuda, mesh_of_gpus
 from tests.seeds import new_seed
 
 NUM_ROWS, NUM_SLOTS = 6, 4
-VOCAB_SIZE = 268  # in two and four parts, which are no multiples of 32
+VOCAB_SIZE = 268  # its halves and quarters are not multiples of 32
 PENALIZED = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=-0.4)
 
 
@@ -100,7 +100,7 @@ def test_masks_and_biases(num_devices):
 
 
 def numpy_scores(logits, params, context_ids, reply_ids):
-    """One row by the definition, in float32."""
+    """Return the scores of one row by the definition, in float32."""
     counts = np.bincount(np.array(reply_ids, int), minlength=VOCAB_SIZE)
     seen = counts > 0
     seen[context_ids] |= params.repetition_penalty != 1

@@ -288,7 +288,6 @@ PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"allowed_token_ids": [5, 999]}, 400, "invalid_value", "allowed_token_ids[1]"),
         ({"bad_words": [""]}, 400, "invalid_value", "bad_words"),
         ({"bad_words": ["x"] * 65}, 400, "invalid_value", "bad_words"),
-        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
         ({"service_tier": "flex"}, 400, "unsupported_parameter", "service_tier"),
         ({"stream_options": {"include_usage": 1}}, 400, "invalid_value", "stream_options.include_usage"),
         ({"previous_response_id": "resp_x"}, 400, "unsupported_parameter", "previous_response_id"),

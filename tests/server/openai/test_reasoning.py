@@ -160,3 +160,20 @@ def test_logprobs_are_those_of_the_content(server: ScriptedServer) -> None:
         for one in event["logprobs"]
     ]
     assert streamed == tokens
+
+
+def test_the_next_turn_continues_without_the_reasoning(server: ScriptedServer) -> None:
+    first = chat(server, "so?")["choices"][0]["message"]
+    for reply in (first, {"role": "assistant", "content": "Yes, it is."}):
+        chat(server, "so?", reply, "and now?")
+        assert server.engine.turns[-1].spec.node.parent_id is not None
+    context = server.harness.services.tokenizer.decode_raw(server.engine.turns[-1].spec.prompt_token_ids)
+    assert "Is it so?" not in context
+
+
+def test_a_conversation_stores_the_items_of_a_reply(server: ScriptedServer) -> None:
+    _, conversation = ask(server.harness, "POST", "/v1/conversations", {})
+    response = respond(server, conversation=conversation["id"])
+    _, page = ask(server.harness, "GET", f"/v1/conversations/{conversation['id']}/items?order=asc")
+    assert page["data"][1:] == response["output"]
+    respond(server, conversation=conversation["id"])

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer, byte_tokenizer
-from pensieve_jax.text.replies import call_id
+from pensieve_jax.text import ChatFormat, Tokenizer, byte_tokenizer
 from tests.server.fakes import FakeTurn, say
 from tests.server.stored_server import StoredServer
 from tests.text.tool_templates import (
@@ -21,7 +20,6 @@ from tests.text.tool_templates import (
     TOOLS,
     WITH_TOOLS,
     call,
-    read_parts,
     rendered,
     result,
     written,
@@ -92,8 +90,7 @@ class ToolServer:
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ToolServer]:
-    monkeypatch.setattr(ReplyReader, "parts", read_parts)
+def server(tmp_path: Path) -> Iterator[ToolServer]:
     made = ToolServer(tmp_path / "history.sqlite")
     with closing(made.stored):
         yield made
@@ -265,9 +262,10 @@ def test_a_template_without_tools_takes_them_with_the_flag_only(tmp_path: Path) 
                 assert "--tools=ignore" in answer.json()["error"]["message"]
 
 
-def id_of(response: dict[str, Any], index: int = 0) -> str:
-    """Return the id of a call in the reply of a response."""
-    return call_id(response["id"].removeprefix("resp_"), index)
+def id_of(response: dict[str, Any]) -> str:
+    """Return the id of the only call in the reply of a response."""
+    (found,) = [item["call_id"] for item in response["output"] if item["type"] == "function_call"]
+    return found
 
 
 def output_of(response: dict[str, Any], text: str) -> dict[str, Any]:
@@ -420,3 +418,22 @@ def test_tokens_are_counted_with_tools(server: ToolServer) -> None:
     _, answer = server.post("/tokenize", messages=prefilled, continue_final_message=True)
     assert TOKENIZER.decode_raw(answer["tokens"]).endswith("Sure")
     assert json.dumps(server.refused("/tokenize", messages=[user("a"), result("c", "x")]))
+
+
+def test_a_conversation_goes_on_after_a_call_of_the_model(server: ToolServer) -> None:
+    _, conversation = server.post("/v1/conversations", items=[{"type": "message", **user("what is a cat?")}])
+    first = server.answered(RESPONSES, CALL, input="Look it up.", conversation=conversation["id"], tools=FLAT)
+    server.answered(
+        RESPONSES, "A pet.", input=[output_of(first, "found")], conversation=conversation["id"], tools=FLAT
+    )
+    assert "found" in server.context and server.num_replaced == 1
+    server.answered(RESPONSES, "ok", input="so", conversation=conversation["id"], tools=FLAT)
+    expected = [
+        user("what is a cat?"),
+        user("Look it up."),
+        {"role": "assistant", "content": None, "tool_calls": [call("c", "look_up", '{"word": "cat"}')]},
+        result("c", "found"),
+        {"role": "assistant", "content": "A pet."},
+        user("so"),
+    ]
+    assert server.context == rendered(QWEN3, expected, TOOLS)

@@ -17,7 +17,7 @@ from pensieve_jax.core.sampling_params import (
     sampling_table,
     taken_fields,
 )
-from pensieve_jax.server.anthropic.schemas import MessagesBody, OutputConfig
+from pensieve_jax.server.anthropic.schemas import MessagesBody
 from pensieve_jax.server.http.bodies import Body, decode_body
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.completions import CompletionBody
@@ -88,6 +88,14 @@ def test_defaults_that_are_not_applied_are_named(tmp_path, caplog, values, named
     assert model_defaults(str(tmp_path)) == {"temperature": 1.0}
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == ([f"{path} sets {named}, which this server does not apply"] if named else [])
+
+
+def test_penalties_of_the_model_are_left_out_where_the_engine_has_none(tmp_path, caplog):
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({"repetition_penalty": 1.05, "min_p": 0.1}))
+    assert model_defaults(str(tmp_path), penalties=False) == {"temperature": 1.0, "min_p": 0.1}
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.getMessage() == f"{path} sets repetition_penalty=1.05, which this server does not apply"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,7 @@ def test_the_page_names_every_refused_field() -> None:
     names = {name for body in bodies for name in body.UNSUPPORTED} | MISSPELLED.keys()
     assert [name for name in sorted(names) if f"`{name}`" not in page and f".{name}`" not in page] == []
     page += (ROOT / "docs" / "anthropic.md").read_text(encoding="utf-8")
-    names = {*MessagesBody.UNSUPPORTED, *OutputConfig.UNSUPPORTED}
+    names = MessagesBody.UNSUPPORTED.keys()
     assert [name for name in sorted(names) if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 

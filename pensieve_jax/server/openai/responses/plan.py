@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import ResolvedContext
@@ -28,6 +29,9 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "messages": "input",
     "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
+    "structured.json_object": "text.format",
+    "structured.json_schema": "text.format.schema",
+    "structured": "text.format",
 }
 """This API's names of fields by the engine's names."""
 
@@ -46,10 +50,17 @@ class ResponsePlan:
     """
 
     def __init__(
-        self, services: Services, owner: str, body: CreateResponse, body_sha256: str, key: str | None
+        self,
+        services: Services,
+        owner: str,
+        body: CreateResponse,
+        form: StructuredOutput | None,
+        body_sha256: str,
+        key: str | None,
     ) -> None:
         """Read the records that the request names; raise ApiError and UnknownRecordError."""
         self._services = services
+        self._form = form
         self.owner = owner
         self.body = body
         self.body_sha256 = body_sha256
@@ -90,6 +101,7 @@ class ResponsePlan:
             given,
             max_tokens=body.max_output_tokens or max(1, room),
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+            structured=self._form,
         )
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:

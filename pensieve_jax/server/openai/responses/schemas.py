@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
 from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
@@ -27,6 +28,7 @@ from pensieve_jax.server.turns.sampling import (
     Seed,
 )
 from pensieve_jax.server.turns.stored import default_echo
+from pensieve_jax.server.turns.structured import StructuredFields, TextFormat
 from pensieve_jax.server.turns.template import check_kind, template_input
 from pensieve_jax.text import ChatFormat, Tool
 from pensieve_jax.text.messages import check_arguments
@@ -40,6 +42,7 @@ _INCLUDES: Final = (
     *("message.input_image.image_url", "computer_call_output.output.image_url"),
     *("code_interpreter_call.outputs", "reasoning.encrypted_content"),
 )
+_FORMS_OF_CHATS: Final = tuple(StructuredFields.__struct_fields__[1:])
 MAX_ITEMS_OF_A_POST: Final = 20
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "reasoning_text")
 _KINDS: Final = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
@@ -59,7 +62,7 @@ class Reasoning(Body, kw_only=True):
 
 
 class ResponseTool(Body, kw_only=True):
-    """A tool in the form of the Responses API. `strict` is no text for the model."""
+    """A tool in the form of the Responses API. Templates do not get `strict`."""
 
     type: str
     name: str | None = None
@@ -79,7 +82,7 @@ class TextConfig(Body, kw_only=True):
 
     UNSUPPORTED = {"verbosity": ("medium",)}  # noqa: RUF012 - a ClassVar of the base class
 
-    format: dict[str, Any] | None = None
+    format: TextFormat | None = None
 
 
 class ConversationRef(Body, kw_only=True):
@@ -128,6 +131,11 @@ class ContextFields(Body, kw_only=True):
         )
 
     @property
+    def text_format(self) -> TextFormat | None:
+        """The form that is asked for in `text`."""
+        return None if self.text is None else self.text.format
+
+    @property
     def conversation_id(self) -> str | None:
         """The conversation's id, given as text or as an object."""
         given = self.conversation
@@ -141,6 +149,8 @@ class CreateResponse(ContextFields, kw_only=True):
         **ContextFields.UNSUPPORTED,
         **UNSUPPORTED_SAMPLING,
         **refused_fields(RESPONSES),
+        "response_format": ({"type": "text"},),
+        **dict.fromkeys(_FORMS_OF_CHATS, (False, "", [], {})),
         "n": (1,),
         "service_tier": ("auto", "default"),
         "moderation": (),
@@ -157,6 +167,9 @@ class CreateResponse(ContextFields, kw_only=True):
         **{name: "Use max_output_tokens." for name, ours in MISSPELLED.items() if ours == "max_tokens"},
         **{name: "Use seed." for name, ours in MISSPELLED.items() if ours == "seed"},
         **dict.fromkeys((*refused_fields(RESPONSES), "n"), "Use /v1/chat/completions."),
+        "response_format": "Use text.format.",
+        "structured": "Use text.format.",
+        **dict.fromkeys(_FORMS_OF_CHATS, "Use text.format, or /v1/chat/completions."),
         "max_tokens": "Use max_output_tokens.",
         "max_completion_tokens": "Use max_output_tokens.",
         "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',
@@ -209,9 +222,6 @@ def check_context(body: ContextFields) -> None:
     if body.previous_response_id is not None and body.conversation is not None:
         sentence = "previous_response_id and conversation exclude each other; give only one of them."
         raise invalid_value("previous_response_id", sentence)
-    text_format = None if body.text is None else body.text.format
-    if text_format is not None and text_format.get("type") != "text":
-        raise unsupported("text.format", "replies are plain text")
     if not body.input and (body.conversation is None or body.input is not None):
         if body.input is not None:
             raise invalid_value("input", "input is empty, but must be text or at least one item.")
@@ -255,6 +265,10 @@ def echo_of(body: CreateResponse, model: str, temperature: float, top_p: float) 
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
     }
+    text_format = body.text_format
+    if text_format is not None and text_format.type != "text":
+        given = msgspec.to_builtins(text_format)
+        echo["text"] = {"format": {name: value for name, value in given.items() if value is not None}}
     if body.conversation_id is not None:
         echo["conversation"] = {"id": body.conversation_id}
     if body.user is not None:  # OpenAI's schema allows no null here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.server.live import LiveServer
@@ -17,3 +19,14 @@ def server(tmp_path):
 def client(server):
     with server.client() as made:
         yield made
+
+
+@pytest.fixture
+def post(server):
+    with server.client(_strict_response_validation=False) as client:
+
+        def send(path: str, body: Any = None, method: str = "POST") -> tuple[int, dict[str, Any], Any]:
+            response = client._client.request(method, f"{server.url}{path}", json=body)
+            return response.status_code, response.json(), response.headers
+
+        yield send
