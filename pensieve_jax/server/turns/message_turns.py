@@ -52,6 +52,7 @@ class MessageTurns:
         self,
         call: HttpRequest,
         messages: Sequence[Message],
+        template_input: TemplateInput = NO_INPUT,
         *,
         num_replies: int = 1,
         store: bool | None = None,
