@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydantic
 import pytest
 
 from pensieve_jax.core.structured import StructuredOutput
@@ -57,3 +58,27 @@ def test_a_refused_form_names_its_field(server, post, fields, code, param):
     status, answer, _ = post("/responses", RESPONSE | fields)
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, code, param)
     assert not server.engine.turns
+
+
+class Review(pydantic.BaseModel):
+    mood: str
+    stars: int
+
+
+@pytest.fixture
+def reviewer(tmp_path):
+    with LiveServer(tmp_path / "reviews.sqlite", say('{"mood": "good", "stars": 5}')) as running:
+        yield running
+
+
+def test_the_openai_client_parses_replies(reviewer):
+    """The client sends its model's schema, and reads the reply with it."""
+    with reviewer.client() as client:
+        chat = client.chat.completions.parse(
+            model=MODEL, messages=[{"role": "user", "content": "Hello"}], response_format=Review
+        )
+        assert chat.choices[0].message.parsed == Review(mood="good", stars=5)
+        response = client.responses.parse(model=MODEL, input="Hello", text_format=Review)
+        assert response.output_parsed == Review(mood="good", stars=5)
+    forms = [turn.spec.params.structured for turn in reviewer.engine.turns]
+    assert forms[0] == forms[1] and '"additionalProperties":false' in forms[0].text
