@@ -37,7 +37,7 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
     UnsupportedGrammarError,
 )
-from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, Output, PromptLogprob, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.structured import StructuredOutput
@@ -119,6 +119,7 @@ __all__ = [
     "ModelError",
     "Output",
     "PensieveError",
+    "PromptLogprob",
     "RunnerConfig",
     "SamplingParams",
     "SchedulerConfig",

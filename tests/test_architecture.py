@@ -33,7 +33,7 @@ SAY_WHOSE_THEY_ARE = (
     ),
     *(
         f"lab/pensieve_lab/{family}"
-        for family in ("client_matrix", "scripted", "simulator", "steps", "workload")
+        for family in ("client_matrix", "scripted", "simulator", "steps", "vllm_tests", "workload")
     ),
 )
 ROOMS_WITHOUT_JAX = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.device.dense_reference import DenseReference
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
 from pensieve_jax.scheduler import SchedulerOutput
+from tests.launching import ROOT
 
 BOS, END = 256, 261
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -116,6 +119,45 @@ def test_logprobs_equal_the_dense_reference(llm: LLM) -> None:
     assert tuple(replay.token_ids.tolist()) == output.token_ids
     np.testing.assert_allclose([one.logprob for one in output.logprobs], replay.logprobs, atol=1e-4)
     assert all(len(one.top) == 2 and max(one.top.values()) >= one.logprob for one in output.logprobs)
+
+
+def test_a_prompt_of_text_is_scored_as_by_the_dense_reference(llm: LLM) -> None:
+    """Without a history and with one, whose KV cache is reused, in steps of 64 tokens."""
+    name = "scored"
+    params = SamplingParams(max_tokens=0, prompt_logprobs=3)
+    prompts = ["The sky is blue, and the grass is green. " * 2, "What colour is the sky? " * 4]
+    history: list[int] = []
+    for turn, prompt in enumerate(prompts):
+        (output,) = llm.generate([prompt], params, conversation_ids=[name])
+        token_ids = list(prompt_of(llm, name, turn))
+        assert output.prompt_logprobs is not None and output.text == "" and not output.token_ids
+        assert output.usage.reused_gpu_tokens == max(len(history) - 1, 0)
+        entries = [entry for entry in output.prompt_logprobs if entry is not None]
+        expected = DenseReference(_model(llm)).score_prompt(history, token_ids, 3)
+        assert [entry.token_id for entry in entries] == token_ids[0 if history else 1 :]
+        np.testing.assert_allclose([entry.logprob for entry in entries], expected.logprobs, atol=1e-4)
+        assert [entry.rank for entry in entries] == expected.ranks.tolist()
+        assert [list(entry.top) for entry in entries] == expected.top_ids.tolist()
+        history += token_ids
+
+
+def test_a_chat_goes_on_after_a_turn_without_a_reply(llm: LLM) -> None:
+    """The reply is empty, as one that was cut by its length; the template then writes its end."""
+    said = [{"role": "user", "content": "hi"}]
+    (first,) = [llm.chat(said, SamplingParams(max_tokens=0), conversation_id="silent")]
+    second = llm.chat(said, SHORT, conversation_id="silent")
+    assert (first.text, second.usage.output_tokens) == ("", 4)
+    assert prompt_of(llm, "silent", 1)[0] == END
+
+
+def test_the_example_of_the_page_about_prompts_runs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "prompt_logprobs.md").read_text(encoding="utf-8")
+    (piece,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.setattr(pensieve_jax, "LLM", lambda: contextlib.nullcontext(llm))
+    exec(compile(piece, "prompt_logprobs.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == len("The sky is blue.")
 
 
 def _model(llm: LLM) -> Any:

@@ -379,7 +379,7 @@ ATTACKS = [
     ("README.md", "\n## Install", "\nIt is quadrupled.\n\n## Install"),
     ("README.md", "think for 20 s", "think for 21 s"),
     ("README.md", "40 GB of device", "50 GB of device"),
-    ("README.md", "runs the short tests", "runs the 9,000 tests"),
+    ("README.md", "Other commands are", "The 9,000 other commands are"),
     ("lab/docs/beside_vllm.md", "takes two thirds of vLLM's time", "takes half of vLLM's time"),
     ("docs/cells.md", "# [4, 2]", "# [4, 3]"),
     ("lab/docs/paper_and_we.md", "| 4,096 |", "| 4,097 |"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from pensieve_lab.client_matrix.environments import Environments, NotInstalledEr
 from pensieve_lab.client_matrix.report import ClientResults, counted, document, markdown, rows, summary
 from pensieve_lab.client_matrix.running import Ended, NotStartedError, run_programs
 from pensieve_lab.clients.recorder import Exchange
+from pensieve_lab.programs.run_clients import given_address
 
 PROGRAM_FILE = """
 import os, sys, threading
@@ -174,3 +176,12 @@ def test_the_tables_name_every_program_and_what_was_not_installed():
     assert [row[4] for row in found] == ["passed", "refused", "weak model", "refused", "not installed"]
     assert summary(found_results())[1][3:] == ("0 of 2", "weak model", "1 weak model, 1 refused")
     assert "no \\| call" in markdown("abcdef", found)
+
+
+def test_an_address_where_no_server_answers_is_refused():
+    with socket.socket() as bound:  # bound, but it does not listen
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(ConfigError, match="--url"):
+            given_address(f"http://127.0.0.1:{bound.getsockname()[1]}/v1")
+    with pytest.raises(ConfigError, match="--url"):
+        given_address("localhost")

@@ -16,6 +16,7 @@ from pensieve_jax import (
     RunnerConfig,
     SamplingParams,
     SchedulerConfig,
+    StructuredOutput,
 )
 from pensieve_jax.assembly import assemble
 from pensieve_jax.text import ChatFormat, load_tokenizer
@@ -33,6 +34,16 @@ SCRIPT = Script(
         Rule("Your name is Ada.", last="my name", context="I am Ada"),
         Rule("Hello! How can I help you?"),
     )
+)
+
+
+CITY = StructuredOutput.json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "population": {"type": "integer"}},
+        "required": ["name", "population"],
+        "additionalProperties": False,
+    }
 )
 
 
@@ -180,5 +191,9 @@ def test_an_engine_replies_by_the_script_when_state_was_evicted(model, tokenizer
             SamplingParams(max_tokens=20, logprobs=1),
             conversation_id="one",
         )
+        city = llm.chat(
+            [{"role": "user", "content": "Paris as JSON"}], SamplingParams(max_tokens=40, structured=CITY)
+        )
+    assert city.text == '{"name": "Paris", "population": 2100000}' and city.finish_reason == "stop"
     assert again.text == "Your name is Ada." and again.usage.recomputed_tokens > 0
     assert again.finish_reason == "stop" and np.isfinite([one.logprob for one in again.logprobs]).all()

@@ -99,7 +99,7 @@ def test_steps(launch, compilation_cache, capsys):
         assert one["bound_s"] == pytest.approx(sum(one["operations_s"].values()))
         assert one["share_of_bound"] == pytest.approx(one["bound_s"] / one["step_s"]["median"])
         assert one["dispatch_s"] > 0 and one["trace"] == {}  # a GPU's
-    assert len(found["sampling"]) == 5 and found["sampling"]["no sampler"]["extra"] == 0
+    assert len(found["sampling"]) == 8 and found["sampling"]["no sampler"]["extra"] == 0
     serving = found["serving"]
     assert serving["wait_s"]["num_values"] == 5 and serving["engine_step_s"]["num_values"] == 5
     assert serving["num_sequences"] == 4 and 40 < serving["mean_context_tokens"] < 70

@@ -18,6 +18,7 @@ from typing import Protocol
 from pensieve_jax import LLM, Output, PensieveError, Stream
 from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.messages import text_with_calls
 
 MARKUP_TOKENS = 8
 """Approximate tokens that a chat template adds to a message."""
@@ -157,5 +158,5 @@ def num_prompt_tokens(turn: InputTurn, tokenizer: Tokenizer | None) -> int:
     assert tokenizer is not None  # checked before anything runs
     if isinstance(turn.prompt, str):
         return len(tokenizer.encode(turn.prompt, add_bos=False))
-    texts = [message["content"] for message in turn.prompt]
+    texts = map(text_with_calls, turn.prompt)
     return sum(len(tokenizer.encode(text, add_bos=False)) + MARKUP_TOKENS for text in texts)

@@ -27,6 +27,7 @@ from pensieve_jax.commands.launch import Interrupt, one_line, printable
 from pensieve_jax.commands.report import table
 from pensieve_jax.commands.words import describe_usage, device_memory, format_count
 from pensieve_jax.history import TurnRecord
+from pensieve_jax.text.messages import text_with_calls
 
 CUT: Final = "--max_tokens, or the context is full"
 NO_TURNS: Final = "this conversation has no turns yet"
@@ -254,7 +255,7 @@ class Chat:
             self._say(NO_TURNS)
         for turn in turns:
             assert self._llm.tokenizer is not None
-            prompts = [f"{message['role']}: {message['content']}" for message in turn.messages or ()]
+            prompts = [f"{message['role']}: {text_with_calls(message)}" for message in turn.messages or ()]
             prompts = prompts or [f"text: {self._llm.tokenizer.decode(turn.prompt_token_ids)}"]
             for prompt in prompts:
                 self._say(printable(f"[{turn.turn_index + 1}] {prompt}"))

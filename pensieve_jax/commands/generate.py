@@ -6,7 +6,8 @@ Input: docs/formats.md has the format; a line is, for example,
     {"conversation_id": "ada", "turns": [{"messages": [{"role": "user", "content": "Hello"}]}]}
 `messages` use the model's chat template; a `prompt`, text or token ids, is used as it is.
 Output: a line for every turn, in the order in which they finish, with `conversation_id`, `turn` (from 0),
-`prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and `logprobs` if requested.
+`prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and, if requested, `logprobs` and
+`prompt_logprobs`.
 
 Conversations begin in their order. A conversation's next turn runs when the previous one has finished, so
 that its KV cache is still in memory. At most `--concurrency` conversations are in progress at a time, and no

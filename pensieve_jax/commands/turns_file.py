@@ -97,4 +97,7 @@ def output_line(turn: InputTurn, index: int, output: Output) -> OutputLine:
     }
     if output.logprobs is not None:
         line["logprobs"] = [entry._asdict() for entry in output.logprobs]
+    if output.prompt_logprobs is not None:
+        entries = output.prompt_logprobs
+        line["prompt_logprobs"] = [None if entry is None else entry._asdict() for entry in entries]
     return line

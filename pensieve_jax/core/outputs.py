@@ -24,6 +24,22 @@ class TokenLogprob(NamedTuple):
     top: dict[int, float]  # id -> logprob of the k most likely, most likely first; empty for k = 0
 
 
+class PromptLogprob(NamedTuple):
+    """Log-probabilities of one prompt token, given the tokens before it.
+
+    Attributes:
+      token_id: id of the token.
+      logprob: its log-probability under the model's distribution, without temperature, cuts or bans.
+      rank: its place among all ids by log-probability, from 1; the lower id comes first on ties.
+      top: log-probabilities of the k most likely ids, most likely first; empty for k = 0.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Where every token of a turn came from.
@@ -84,6 +100,8 @@ class Output:
       usage: where the tokens came from.
       seed: the seed that a sampled turn was drawn with.
       logprobs: one entry per reply token if requested, else None.
+      prompt_logprobs: one entry per token of the turn's prompt if requested, else None. A
+        conversation's first token has the entry None, since nothing predicts it.
       ended_at_s: when the turn ended, by the engine's clock, as stored in the history; None from padded
         batches. Ignored when outputs are compared.
       stop_string: the stop string that ended the reply, else None; also None in an output that was read back
@@ -99,6 +117,7 @@ class Output:
     usage: Usage
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
     ended_at_s: float | None = field(default=None, compare=False)
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -147,8 +147,9 @@ class SamplingParams:
 
     max_tokens: int = sampling_field(
         32,
-        _integer(1, _MAX_INT),
-        'Maximum number of reply tokens; a turn that reaches it ends with "length".',
+        _integer(0, _MAX_INT),
+        'Maximum number of reply tokens; a turn that reaches it ends with "length". With 0, it computes only '
+        "the prompt.",
         SamplingField(routes=None, flag="Maximum number of reply tokens."),
     )
     min_tokens: int = sampling_field(
@@ -292,6 +293,13 @@ class SamplingParams:
         _none_or(_integer(0, _MAX_INT, "an integer from 0 to what the engine has room for (max_logprobs)")),
         "None for none, 0 for those of the chosen tokens, k for the k most likely as well.",
         SamplingField(routes=None),
+    )
+    prompt_logprobs: int | None = sampling_field(
+        None,
+        _none_or(_integer(0, _MAX_INT, "an integer from 0 to what the engine has room for (max_logprobs)")),
+        "None for none, 0 for those of the prompt's tokens, k for the k most likely as well. The turn then "
+        "computes every position of its prompt, and reuses the KV cache of earlier turns only.",
+        SamplingField(routes=(COMPLETIONS,)),
     )
 
     structured: StructuredOutput | None = sampling_field(

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, overload
 import numpy as np
 
 from pensieve_jax.core.sampling_params import SamplingParams, plan_columns
+from pensieve_jax.decoding.prompt_rows import PromptScores
 
 COLUMNS: Final = plan_columns()
 """The sampling fields that a device reads, by name; each is one word of a row."""
@@ -65,7 +66,7 @@ class SamplerMode(NamedTuple):
 class StepResult(NamedTuple):
     """The samples of a step, row by row.
 
-    `top_ids` and `top_logprobs` are undefined unless the mode had `top_logprobs`.
+    K is 0 unless the mode had `top_logprobs`.
     """
 
     token_ids: np.ndarray  # i32[S]
@@ -74,6 +75,7 @@ class StepResult(NamedTuple):
     logprobs: np.ndarray
     top_ids: np.ndarray  # i32[S, K]: most likely first
     top_logprobs: np.ndarray  # f32[S, K]
+    prompt: PromptScores | None = None  # of the plan's `prompt_rows`
 
 
 def pack_sampling(params: SamplingParams, seed: int) -> bytes:

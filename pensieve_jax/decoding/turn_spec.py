@@ -89,10 +89,11 @@ def check_params(
         )
     if params.structured is not None and tokenizer is None:
         raise TokenizerMissingError("structured output needs text, but the model has no tokenizer.")
-    if params.logprobs is not None and params.logprobs > limits.max_logprobs:
-        raise InvalidRequestError(
-            "logprobs", params.logprobs, f"at most {limits.max_logprobs}", f"raise {group}max_logprobs"
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(params, name)
+        if number is not None and number > limits.max_logprobs:
+            limit = f"at most {limits.max_logprobs}"
+            raise InvalidRequestError(name, number, limit, f"raise {group}max_logprobs")
     for name in ("stop_token_ids", "allowed_token_ids"):
         for i, token_id in enumerate(getattr(params, name) or ()):
             if token_id >= limits.vocab_size:

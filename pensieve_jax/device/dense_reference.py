@@ -28,6 +28,7 @@ from pensieve_jax.decoding.adjustments import WORD_BITS, bias_words, no_bias, nu
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.adjust import Penalties, biased, has_bits, penalized
 from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.decoding.sampling_rows import COLUMNS, SamplerMode, SamplingRows, truncates
 from pensieve_jax.engine.late_rows import LateRow
 
@@ -87,6 +88,29 @@ class DenseReference:
           ContextLengthError: the sequence exceeds the model's positions.
         """
         return np.asarray(self._logits(token_ids, np.arange(len(token_ids))))[: len(token_ids)]
+
+    def score_prompt(
+        self, history_ids: Sequence[int], prompt_ids: Sequence[int], num_top: int = 0
+    ) -> PromptScores:
+        """Return the scores of a prompt's tokens; nothing predicts the first one of a conversation.
+
+        Raises:
+          ContextLengthError: the whole sequence exceeds the model's positions.
+        """
+        context_ids = [*history_ids, *prompt_ids]
+        first = max(len(history_ids), 1)
+        targets = np.asarray(context_ids[first:], np.int32)
+        logits = self.logits(context_ids[:-1])[first - 1 :].astype(np.float64)
+        shifted = logits - logits.max(axis=-1, keepdims=True)
+        logprobs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+        order = np.argsort(-logits, axis=-1, kind="stable").astype(np.int32)
+        top_ids = order[:, :num_top]
+        return PromptScores(
+            np.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0].astype(np.float32),
+            (order == targets[:, None]).argmax(axis=-1).astype(np.int32) + 1,
+            top_ids,
+            np.take_along_axis(logprobs, top_ids, axis=-1).astype(np.float32),
+        )
 
     def gap(self, one: Sequence[int], other: Sequence[int]) -> float:
         """Return how far the first differing tokens of two greedy sequences are from the best choice.

@@ -18,7 +18,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,9 @@ from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.decoding.adjustments import Adjustment
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import Scores, lost_a_device, unpack_result
+from pensieve_jax.decoding.device.prompt_scores import unpack_scores
 from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import SamplerMode, StepResult
 from pensieve_jax.device.adjuster import Adjuster
 from pensieve_jax.device.exchange import Exchange
@@ -66,6 +68,9 @@ class StepHandle:
       adjustment: biases and penalties of its rows; None if no row has any.
       words: i32[S * (2 + 2 * K) + 1], the packed result, whose copy to the host has started; None before
         `choose`.
+      prompt_words: packed scores of prompt tokens, i32[128, 2 + 2 * K] for each run of their program; none in
+        most steps.
+      num_prompt_rows: number of positions that it scores.
     """
 
     mode: SamplerMode
@@ -73,6 +78,8 @@ class StepHandle:
     scores: Scores | None
     adjustment: Adjustment | None = None
     words: jax.Array | None = None
+    prompt_words: tuple[jax.Array, ...] = ()
+    num_prompt_rows: int = 0
 
 
 class ModelRunner:
@@ -145,9 +152,10 @@ class ModelRunner:
         self.transfers: Transfers = self._transfers
         self._budget = self._new_budget(config, given.gpu_memory_fraction if given else None)
         self._budget.check()
-        self._executables = StepExecutables({}, {}, {}, {})
+        self._executables = StepExecutables({}, {}, {}, {}, {}, {})
         self._next_step_id: int | None = None
         self._launched: jax.Array | None = None  # the result of the previous step
+        self._prompt_words: tuple[jax.Array, ...] = ()  # scores of prompt tokens in the last forward pass
         self._unchosen: StepHandle | None = None  # the launched step that waits for `choose`
         self._last_words: deque[jax.Array] = deque(maxlen=1)
         weakref.finalize(self, _await_copies, self._last_words)
@@ -229,7 +237,14 @@ class ModelRunner:
             raise step_failed("a step failed on the device", error) from error
         if lost_a_device(words):
             raise StepFailedError("a step failed: a device timed out waiting for its peer's partial sum")
-        return unpack_result(words, handle.num_samples, self._num_top)
+        result = unpack_result(words, handle.num_samples)
+        if not handle.prompt_words:
+            return result
+        try:
+            scored = [np.asarray(each.block_until_ready()) for each in handle.prompt_words]
+        except jax.errors.JaxRuntimeError as error:
+            raise step_failed("a step failed on the device", error) from error
+        return result._replace(prompt=unpack_scores(scored, handle.num_prompt_rows, self._num_top))
 
     def reset(self) -> None:
         """Allocate new pools; see `Runner`."""
@@ -296,9 +311,30 @@ class ModelRunner:
                 table = self._exchange.arrays[:1]
                 self.device_pools.groups[group], hidden = run(leaves, pools, hidden, words, *table)
             scores: Scores = executables.score[bucket](programs.back, hidden, words)
+            self._prompt_words = tuple(self._score_prompt(plan.prompt_rows, hidden))
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step could not be started", error) from error
         return scores
+
+    def _score_prompt(self, rows: PromptRows | None, hidden: jax.Array) -> Iterator[jax.Array]:
+        """Start the scores of prompt tokens, as many at a time as the program has rows.
+
+        Each run has its own small copies to the device. A step without scores pays for nothing.
+        """
+        if rows is None:
+            return
+        programs, executables, size = self._programs, self._executables, self._programs.num_scored
+        for begin in range(0, len(rows.tokens), size):
+            parts = [np.zeros(size, np.int32), np.zeros(size, np.int32)]
+            for part, column in zip(parts, (rows.tokens, rows.targets), strict=True):
+                of_run = column[begin : begin + size]
+                part[: len(of_run)] = of_run
+            tokens, targets = jax.device_put(parts, self._replicated)
+            taken = executables.take_rows[hidden.shape[0]](hidden, tokens)
+            words = executables.score_prompt[size](programs.back, taken, targets)
+            if self._device.platform != "cpu":
+                words.copy_to_host_async()
+            yield words
 
     def _prepare(
         self, grown: Iterable[str], store: ExecutableStore | None, progress: Progress | None
@@ -335,10 +371,24 @@ class ModelRunner:
                     handle.adjustment = adjustment
                     self.choose(handle, words)
                     self.fetch(handle)
+            for layout in self.layouts.values():
+                plan = self._empty_plan(layout)
+                plan.prompt_rows = PromptRows(np.zeros(1, np.int32), np.zeros(1, np.int32))
+                handle = self._launch(plan, sampler.all_modes()[0])
+                self.choose(handle, None)
+                self.fetch(handle)
 
     def _launch(self, plan: StepPlan, mode: SamplerMode) -> StepHandle:
         assert self._unchosen is None, "the ids of the step before were not chosen"
-        self._unchosen = StepHandle(mode, plan.layout.max_num_samples, self.forward(plan), plan.adjustment)
+        scores, rows = self.forward(plan), plan.prompt_rows
+        self._unchosen = StepHandle(
+            mode,
+            plan.layout.max_num_samples,
+            scores,
+            plan.adjustment,
+            prompt_words=self._prompt_words,
+            num_prompt_rows=0 if rows is None else len(rows.tokens),
+        )
         return self._unchosen
 
     def _empty_plan(self, layout: PlanLayout) -> StepPlan:

@@ -28,6 +28,7 @@ from model_defs.sharding import constrain
 from model_defs.small_batch_matmul import XLA, multiplying_by
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.decoding.device.choose import Scores, logits_spec
+from pensieve_jax.decoding.device.prompt_scores import score_targets
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_jax.decoding.sampling_rows import SamplingRows
 from pensieve_jax.scheduler.plan import PlanLayout
@@ -138,6 +139,40 @@ def score(
     logits = model.compute_logits(model.normalize(hidden)[plan["sample_tokens"]])
     scores = Scores(logits, SamplingRows(*(plan[name] for name in SamplingRows._fields)))
     return lax.with_sharding_constraint(scores, _shardings(scores, statics.mesh))
+
+
+@dataclass(frozen=True)
+class PromptArguments:
+    """The static arguments of the program that scores prompt tokens."""
+
+    structure: ModelStructure
+    mesh: Mesh
+    num_top: int
+
+
+@jax.jit
+def take_rows(hidden: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return the hidden states f32[N, hidden_size] of the step's tokens at i32[N]."""
+    return hidden[tokens]
+
+
+@functools.partial(jax.jit, static_argnames=("statics",))
+def score_prompt(
+    leaves: list[jax.Array], hidden: jax.Array, targets: jax.Array, *, statics: PromptArguments
+) -> jax.Array:
+    """Return the packed scores of the prompt tokens that follow some positions; see `score_targets`.
+
+    All buckets share this program, so that a score does not depend on the bucket beyond its hidden state.
+
+    Args:
+      leaves: model arrays used after the layers.
+      hidden: f32[N, hidden_size], the hidden states of the positions.
+      targets: i32[N], the ids of the tokens after them.
+      statics: structure, mesh, and the number of most likely ids.
+    """
+    model = statics.structure.merge(leaves)
+    logits = constrain(model.compute_logits(model.normalize(hidden)), statics.mesh)  # gathered: whole rows
+    return constrain(score_targets(logits, targets, num_top=statics.num_top), statics.mesh)
 
 
 def _shardings(scores: Scores, mesh: Mesh) -> Any:

@@ -27,11 +27,12 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.choose import choose, logits_spec
 from pensieve_jax.decoding.device.structure import ModelStructure
+from pensieve_jax.decoding.prompt_rows import MAX_SCORED_ROWS
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 from pensieve_jax.device import step
 from pensieve_jax.device.exchange import Exchange
 from pensieve_jax.device.kv_storage import KVStorage
-from pensieve_jax.device.step import EndArguments, LayerArguments
+from pensieve_jax.device.step import EndArguments, LayerArguments, PromptArguments
 from pensieve_jax.runtime.compilation import CompilationJob
 from pensieve_jax.runtime.program import Program
 from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buckets
@@ -48,11 +49,14 @@ class StepExecutables(NamedTuple):
     run_layers: Executables[tuple[int, int]]  # by bucket and number of layers
     score: Executables[int]  # by bucket
     choose: Executables[tuple[int, SamplerMode]]  # by number of rows and mode
+    take_rows: Executables[int]  # by bucket
+    score_prompt: Executables[int]  # by number of rows; all buckets share one
 
     def of_step(self, bucket: int, groups: Sequence[range]) -> list[jax.stages.Compiled]:
         """Return the executables of a forward pass in running order, or [] until all are present."""
         layers = [self.run_layers.get((bucket, len(layers))) for layers in groups]
-        all_of_them = [self.embed.get(bucket), *layers, self.score.get(bucket)]
+        scores = [self.score.get(bucket), self.take_rows.get(bucket), *self.score_prompt.values()]
+        all_of_them = [self.embed.get(bucket), *layers, *scores]
         found = [executable for executable in all_of_them if executable is not None]
         return found if len(found) == len(all_of_them) else []
 
@@ -65,6 +69,7 @@ class StepPrograms:
       groups: model arrays of each group of layers.
       back: model arrays used after the layers.
       max_num_samples: S_max, the maximum over all buckets: the length of the ids passed from step to step.
+      num_scored: number of rows of the program that scores prompt tokens.
       num_programs: number of `jobs`.
     """
 
@@ -111,7 +116,8 @@ class StepPrograms:
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
         num_samplers = len(self._sampler_layouts) * len(sampler.all_modes())
-        self.num_programs = len(layouts) * (2 + len(self._layers)) + num_samplers
+        self.num_scored = min(MAX_SCORED_ROWS, max(layouts))
+        self.num_programs = len(layouts) * (3 + len(self._layers)) + num_samplers + 1
 
     def jobs(self, into: StepExecutables) -> Iterator[CompilationJob]:
         """Yield all compilations; results go `into`. Large buckets and slow layer programs come first."""
@@ -123,10 +129,19 @@ class StepPrograms:
                 functools.partial(into.run_layers.__setitem__, (bucket, num_layers)),
             )
         for bucket in buckets:
-            ends = {"embedding": (self._embed, into.embed), "logits": (self._score, into.score)}
+            ends = {
+                "embedding": (self._embed, into.embed),
+                "logits": (self._score, into.score),
+                "rows of prompts": (self._take_rows, into.take_rows),
+            }
             for name, (program_of, kept) in ends.items():
                 keep = functools.partial(kept.__setitem__, bucket)
                 yield CompilationJob(f"step of {bucket} tokens, {name}", program_of(bucket), keep)
+        yield CompilationJob(
+            f"scores of {self.num_scored} prompt tokens",
+            self._score_prompt(),
+            functools.partial(into.score_prompt.__setitem__, self.num_scored),
+        )
         for (num_samples, layout), mode in itertools.product(
             self._sampler_layouts.items(), sampler.all_modes()
         ):
@@ -161,6 +176,17 @@ class StepPrograms:
         statics = EndArguments(self._back, self._layouts[bucket], self._mesh)
         given = self.back, self._hidden(bucket), self._words(bucket)
         return Program(step.score, given, {"statics": statics})
+
+    def _take_rows(self, bucket: int) -> Program:
+        return Program(step.take_rows, (self._hidden(bucket), self._scored()), {})
+
+    def _score_prompt(self) -> Program:
+        statics = PromptArguments(self._back, self._mesh, self._num_top)
+        given = self.back, self._hidden(self.num_scored), self._scored()
+        return Program(step.score_prompt, given, {"statics": statics})
+
+    def _scored(self) -> Any:
+        return self._abstract((self.num_scored,), np.int32)
 
     def _hidden(self, bucket: int) -> Any:
         """Return the hidden state's shape; float32, as the models' residual stream."""

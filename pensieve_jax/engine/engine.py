@@ -45,7 +45,14 @@ from pensieve_jax.engine.turn import Deltas, ReplyState, Turn
 from pensieve_jax.engine.validation import check_beginning, check_turn, checked_prefix
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.server_tables.changes import HistoryChange
-from pensieve_jax.scheduler import Grant, Planner, RequestStatus, SchedulerOutput
+from pensieve_jax.scheduler import (
+    Grant,
+    Planner,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    scoring_bucket,
+)
 from pensieve_jax.text import Message, Tokenizer
 from pensieve_jax.text.grammar import Grammars
 
@@ -53,13 +60,14 @@ from pensieve_jax.text.grammar import Grammars
 class _LaunchedStep(NamedTuple):
     """A launched step whose token ids have not been fetched.
 
-    `is_late` is True if its choice waits for the ids of the step before it.
+    `is_late` is True if its choice waits for the ids of the step before it. `scored` is that of `Planner`.
     """
 
     sampling: list[Grant]
     num_rows: int
     handle: Any
     is_late: bool
+    scored: tuple[tuple[Request, int], ...]
 
 
 class Engine:
@@ -127,6 +135,7 @@ class Engine:
             self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
             num_device_pages=cache.gpu_pages + 1,
+            scoring_bucket=scoring_bucket(config.scheduler, cache.chunk_tokens),
             num_count_slots=config.num_count_slots,
         )
         unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
@@ -392,7 +401,8 @@ class Engine:
         plan = self._planner.plan(output)
         sampling = [grant for grant in output.grants if grant.samples]
         is_late = self._late_rows.wait_for_ids(sampling)
-        step = _LaunchedStep(sampling, plan.layout.max_num_samples, self._runner.launch(plan), is_late)
+        num_rows, scored = plan.layout.max_num_samples, self._planner.scored
+        step = _LaunchedStep(sampling, num_rows, self._runner.launch(plan), is_late, scored)
         if not is_late:
             self._choose(step)
         return step
@@ -425,14 +435,14 @@ class Engine:
     def _finish(self, step: _LaunchedStep, result: StepResult) -> list[Turn]:
         """Give a step's ids to their turns, and commit the turns that end with them."""
         endings: list[tuple[ReplyState, FinishReason]] = []
-        broken: list[ReplyState] = []
+        broken = self._accept_prompts(step, result)
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
         touched = self._ledger.touched
         for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
             step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
-            if reply is None:
+            if reply is None or reply in broken:
                 continue  # it ended one step earlier or was cancelled: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             if not isfinite(logprob):
@@ -447,6 +457,20 @@ class Engine:
         ended += self._lose_failed_rows()
         self._conversations.forget_stateless()
         return ended
+
+    def _accept_prompts(self, step: _LaunchedStep, result: StepResult) -> list[ReplyState]:
+        """Give log-probabilities of prompts to their turns; returns those with values that are not finite."""
+        broken: list[ReplyState] = []
+        begin = 0
+        for request, num_rows in step.scored:
+            rows, begin = slice(begin, begin + num_rows), begin + num_rows
+            reply = self._ledger.replies.get(request)
+            if reply is None or reply in broken:
+                continue
+            assert result.prompt is not None, "the runner left out the scores of a prompt"
+            if not reply.accept_prompt(result.prompt, rows):
+                broken.append(reply)
+        return broken
 
     def _lose_failed_rows(self) -> list[Turn]:
         """End the turns whose masks could not be continued, each with its own error."""
@@ -463,7 +487,11 @@ class Engine:
         self._planner.forget_counts()
         self._cache.lose_device()
         replies = self._ledger.replies.values()
-        ran = [reply for reply in replies if reply.request.status is not RequestStatus.WAITING]
+        ran = [
+            reply
+            for reply in replies
+            if reply.request.status is not RequestStatus.WAITING or reply.lacks_scores
+        ]
         turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:
             # A suspended request with a token in flight samples it again, with the same result.

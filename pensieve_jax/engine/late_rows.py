@@ -75,12 +75,13 @@ class JoinedRows:
 
 @dataclass(slots=True)
 class _TimedRow:
-    """A late row with its time of a processor, in seconds: so far, and of its last id and mask."""
+    """A late row with its time in seconds: so far, of its last id and mask, and of its last id alone."""
 
     row: LateRow
     num_masks: int = 0
     seconds: float = 0.0
     last_s: float = 0.0
+    accept_s: float = 0.0
 
 
 class LateRows:
@@ -136,7 +137,7 @@ class LateRows:
             began_s = time.thread_time()
             try:
                 timed.row.accept(token_id)
-                timed.last_s = time.thread_time() - began_s
+                timed.accept_s = time.thread_time() - began_s
             except PensieveError as error:
                 self._fail(grant.request, error)
 
@@ -169,7 +170,7 @@ class LateRows:
         if began_s > deadline_s and timed.last_s > SLOW_S:
             raise GrammarFailedError(f"the masks of a step took more than {1e3 * MAX_STEP_S:.0f} ms")
         is_masked = timed.row.fill(words)
-        timed.last_s += time.thread_time() - began_s
+        timed.last_s = timed.accept_s + time.thread_time() - began_s
         timed.seconds += timed.last_s
         timed.num_masks += 1
         if timed.seconds > ROW_S + ROW_TOKEN_S * timed.num_masks:

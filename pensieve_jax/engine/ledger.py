@@ -210,7 +210,7 @@ class TurnLedger:
         live = self._live_of(reply)
         if reply.node is not None and isinstance(live, Branch):
             self._conversations.branches.settled(live, reply.node, request.num_history_tokens, replaced)
-        self._leave(reply, forget=conversation.one_off)
+        self._leave(reply, forget=reply.is_transient)
 
     def _roll_back(self, reply: ReplyState, *, forget: bool = False, distrust: bool = False) -> None:
         """Remove a turn that was not stored.

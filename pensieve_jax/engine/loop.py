@@ -108,6 +108,9 @@ class EngineLoop[Step]:
             max_context_tokens=max_context_tokens,
         )
         self._num_requests += 1
+        if params.prompt_logprobs is not None:
+            # Every position that predicts a prompt token is computed in this turn, cached or not.
+            self.cache.truncate(sequence, max(conversation.num_history_tokens - 1, 0))
         if self._is_observed(conversation):
             self.cache.turns.sent(sequence, conversation.num_history_tokens)
         self.cache.touch(sequence)

@@ -30,7 +30,7 @@ from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import Grammars
 
-type _Choice = tuple[str, str | None, tuple[int, ...], int | None]
+type _Choice = tuple[str, str | None, tuple[int, ...], int | None, int]
 
 
 class TurnSubmitter:
@@ -118,14 +118,15 @@ class TurnPlacer:
 
         The caller must queue each turn before it takes the next one. `places` is the result of `check_turns`.
         """
-        num_alike = Counter(_choice(spec, spec.node) for spec in specs if spec.node is not None)
+        choices = [_choice(spec, spec.node, i) for i, spec in enumerate(specs) if spec.node is not None]
+        num_alike = Counter(choices)
         first: dict[_Choice, Branch] = {}
-        for spec, place in zip(specs, places, strict=True):
+        for i, (spec, place) in enumerate(zip(specs, places, strict=True)):
             if spec.node is None or place is None:
                 placed = PlacedTurn(self.conversations.get_or_create(spec.conversation_id), None)
                 self._replace(spec, placed.live)
             else:
-                choice = _choice(spec, spec.node)
+                choice = _choice(spec, spec.node, i)
                 twin = first.get(choice)
                 branches = self.conversations.branches
                 branch, origin = branches.begin(spec.node, place, choice[2], twin=twin, keep=spec.keep)
@@ -146,7 +147,8 @@ class TurnPlacer:
         live.busy = True
         if spec.prefix is not None:
             live.conversation.token_ids += spec.prefix.token_ids
-            if self._stateful and not live.sequence.chunks:
+            scores_it = spec.params.prompt_logprobs is not None
+            if self._stateful and not live.sequence.chunks and not scores_it:
                 self._prefixes.begin(live.sequence, spec.prefix)
         live.conversation.token_ids += map(int, spec.prompt_token_ids)  # converts numpy integers
 
@@ -158,5 +160,7 @@ class PlacedTurn(NamedTuple):
     origin: TurnOrigin | None
 
 
-def _choice(spec: TurnSpec, node: TurnNode) -> _Choice:
-    return node.owner, node.parent_id, tuple(map(int, spec.prompt_token_ids)), spec.keep
+def _choice(spec: TurnSpec, node: TurnNode, index: int) -> _Choice:
+    """Return what is equal for turns that share their prompt; a turn that scores its prompt shares none."""
+    own = -1 if spec.params.prompt_logprobs is None else index
+    return node.owner, node.parent_id, tuple(map(int, spec.prompt_token_ids)), spec.keep, own

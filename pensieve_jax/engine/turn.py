@@ -12,10 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, FinishReason, Output, PromptLogprob, TokenLogprob, Usage
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
+from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
 from pensieve_jax.text.replies import num_reasoning_tokens, shown_marks
@@ -138,6 +141,7 @@ class ReplyState(ReplyTokens):
       template_input: what it was rendered from beside them.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
+      prompt_logprobs: entries of the first prompt tokens if requested, else None.
       output: result of the turn, after it ended.
       error: error of a turn that ended without an output.
     """
@@ -161,6 +165,9 @@ class ReplyState(ReplyTokens):
         self.node = node
         self.origin = origin
         self.template_input = template_input
+        self.prompt_logprobs: list[PromptLogprob | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [] if request.num_history_tokens else [None]
         self.output: Output | None = None
         self.error: PensieveError | None = None
 
@@ -173,6 +180,46 @@ class ReplyState(ReplyTokens):
     def durable(self) -> bool:
         """Whether the turn is to be stored in the history."""
         return not self.request.conversation.one_off if self.node is None else self.node.durable
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether a dispatched step computes log-probabilities of its prompt that have not arrived."""
+        request, entries = self.request, self.prompt_logprobs
+        return entries is not None and request.num_history_tokens + len(entries) < request.scored_end
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether its conversation leaves memory with it.
+
+        No later turn of a one-off request exists. A turn that scores a whole context is not for continuing
+        either, unless it is stored: many such prompts would only evict conversations that return.
+        """
+        node = self.node
+        if node is None:
+            return self.request.conversation.one_off
+        return self.prompt_logprobs is not None and node.parent_id is None and not node.durable
+
+    def accept_prompt(self, scores: PromptScores, rows: slice) -> bool:
+        """Add the next prompt tokens' log-probabilities from these rows; returns whether all are finite."""
+        request, entries = self.request, self.prompt_logprobs
+        assert entries is not None
+        logprobs = scores.logprobs[rows]
+        if not np.isfinite(logprobs).all():
+            return False
+        start = request.num_history_tokens + len(entries)
+        k = request.params.prompt_logprobs or 0
+        entries += (
+            PromptLogprob(token_id, logprob, rank, dict(zip(top_ids, top_logprobs, strict=True)))
+            for token_id, logprob, rank, top_ids, top_logprobs in zip(
+                request.token_ids[start : start + len(logprobs)],
+                logprobs.tolist(),
+                scores.ranks[rows].tolist(),
+                scores.top_ids[rows, :k].tolist(),
+                scores.top_logprobs[rows, :k].tolist(),
+                strict=True,
+            )
+        )
+        return True
 
     def usage(self) -> Usage:
         """Return where the tokens of the turn came from, as far as it has run."""
@@ -196,6 +243,7 @@ class ReplyState(ReplyTokens):
             usage=usage,
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
             ended_at_s=ended_at_s,
             stop_string=self.stop_string,
         )

@@ -217,6 +217,11 @@ class RebatchingEngine:
                 most,
             )
         check_params(params, self._limits, self._tokenizer, group="")
+        if params.max_tokens == 0:
+            raise InvalidRequestError("max_tokens", 0, "at least 1 in padded batches")
+        if params.prompt_logprobs is not None:
+            limit = "None in padded batches, which do not score prompts"
+            raise InvalidRequestError("prompt_logprobs", params.prompt_logprobs, limit)
         if params.structured is not None:
             raise InvalidRequestError("structured", params.structured, "None in padded batches")
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > _MAX_PRIORITY:

@@ -1,7 +1,13 @@
 """Scheduling: the tokens that the next step computes, packed as arrays. It does not import jax."""
 
 from pensieve_jax.decoding.sampling_rows import StepResult
-from pensieve_jax.scheduler.buckets import bucket_for, bucket_layout, bucket_rows, token_buckets
+from pensieve_jax.scheduler.buckets import (
+    bucket_for,
+    bucket_layout,
+    bucket_rows,
+    scoring_bucket,
+    token_buckets,
+)
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 from pensieve_jax.scheduler.planner import Planner
@@ -21,5 +27,6 @@ __all__ = [
     "bucket_for",
     "bucket_layout",
     "bucket_rows",
+    "scoring_bucket",
     "token_buckets",
 ]

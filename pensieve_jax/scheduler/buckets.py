@@ -24,6 +24,7 @@ _FILLED_FROM_TOKENS = 256  # up to this size, other tokens cost less beside deco
 _NEARLY_FULL = 8  # a bucket with at most 1/8 padding counts as full
 _MIN_SHARE = 4  # a step computes at least 1/4 of the missing tokens, even if fewer would fill a bucket
 _ENOUGH_FOR_DECODES = 8
+_SCORING_TOKENS = 512  # enough for nearly the full speed of a GPU; more would only delay other requests
 
 
 def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
@@ -59,6 +60,16 @@ def _geometric(first: float, last: float, num_steps: int) -> list[float]:
 def _round_up(num_tokens: float) -> int:
     """Round up to a multiple of 16, but tolerate rounding errors slightly above a multiple."""
     return _GRAIN_TOKENS * math.ceil(round(num_tokens / _GRAIN_TOKENS, 6))
+
+
+def scoring_bucket(config: SchedulerConfig, chunk_tokens: int) -> int:
+    """Return the bucket of every step that scores prompts.
+
+    Products of different sizes are rounded differently. With one size, the same prompt gets the same
+    log-probabilities in any company and however it is divided into steps. Decodes and one chunk fit it.
+    """
+    least = max(_SCORING_TOKENS, config.max_num_running + chunk_tokens)
+    return _smallest_bucket_for(token_buckets(config), least)
 
 
 def bucket_rows(config: SchedulerConfig, bucket: int) -> int:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from pensieve_jax.decoding.adjustments import Adjustment
+from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import COLUMNS
 
 NUM_FLAGS = 4
@@ -174,6 +175,7 @@ class StepPlan:
       buffer: i32[layout.size].
       step_id: number of the plan, from 0; the runner asserts that none is skipped.
       adjustment: biases and penalties of the rows that sample; None if no row has any.
+      prompt_rows: positions that score prompt tokens; None in most steps, so they are beside the buffer.
     """
 
     def __init__(self, layout: PlanLayout, step_id: int, padding_slot: int) -> None:
@@ -186,6 +188,7 @@ class StepPlan:
         """
         self.layout = layout
         self.step_id = step_id
+        self.prompt_rows: PromptRows | None = None
         self.adjustment: Adjustment | None = None
         self.buffer = buffer = np.zeros(layout.size, np.int32)
         for part, word in layout.padded:

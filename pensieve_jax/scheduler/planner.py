@@ -21,6 +21,7 @@ import numpy as np
 from pensieve_jax.cache import PageTable
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.decoding.adjustments import Adjustment, no_bias, not_counted
+from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import COLUMNS, SAMPLING, truncates
 from pensieve_jax.scheduler.buckets import bucket_for
 from pensieve_jax.scheduler.count_slots import CountSlots
@@ -39,7 +40,11 @@ class _Rows(NamedTuple):
 
 
 class Planner:
-    """The maker of consecutive `StepPlan`s."""
+    """The maker of consecutive `StepPlan`s.
+
+    Attributes:
+      scored: requests whose prompts the last plan scores, each with its number of rows, in their order.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class Planner:
         *,
         chunk_tokens: int,
         num_device_pages: int,
+        scoring_bucket: int,
         num_count_slots: int = 0,
     ) -> None:
         """Plan for buckets with these layouts.
@@ -59,16 +65,19 @@ class Planner:
           page_table: pages of the granted sequences, by their `row`.
           chunk_tokens: tokens per chunk, and per page.
           num_device_pages: pages including the dummy page; writes to slots past them are dropped.
+          scoring_bucket: the bucket of every step that scores prompts.
           num_count_slots: slots of the device's counts of ids; 0 if no request has penalties.
         """
         self._layouts = layouts
         self._buckets = tuple(sorted(layouts))
+        self._scoring_bucket = scoring_bucket
         self._fill_tiles = fill_tiles
         self._page_table = page_table
         self._chunk_tokens = chunk_tokens
         self._padding_slot = num_device_pages * chunk_tokens
         self._count_slots = CountSlots(num_count_slots)
         self._num_plans = 0
+        self.scored: tuple[tuple[Request, int], ...] = ()
 
     def forget_counts(self) -> None:
         """Plan for new counts of ids, as those on the device are lost."""
@@ -78,14 +87,17 @@ class Planner:
         """Make the plan of one step with at least one grant.
 
         Reads each request's `sample_row`, which must be that of the last dispatched step, and updates it for
-        the rows that sample.
+        the rows that sample. Also updates `scored_end` of the requests whose prompt tokens it scores.
         """
-        layout = self._layouts[bucket_for(self._buckets, output.num_tokens)]
+        is_scoring = any(grant.request.is_scoring for grant in output.grants)
+        bucket = self._scoring_bucket if is_scoring else bucket_for(self._buckets, output.num_tokens)
+        layout = self._layouts[bucket]
         plan = StepPlan(layout, self._num_plans, self._padding_slot)
         self._num_plans += 1
         rows = _Rows(*zip(*output.grants, strict=True))
         self._fill_rows(plan, rows, output.num_tokens)
         self._fill_samples(plan, rows)
+        self._fill_prompt_rows(plan, rows)
         self._fill_tiles(plan)
         return plan
 
@@ -118,6 +130,25 @@ class Planner:
         plan.prev_samples[pending] = [requests[row].sample_row for row in row_of_token.take(pending).tolist()]
         ids[pending] = 0
         plan.token_ids[:num_tokens] = ids
+
+    def _fill_prompt_rows(self, plan: StepPlan, rows: _Rows) -> None:
+        tokens: list[range] = []
+        targets: list[list[int]] = []
+        scored: list[tuple[Request, int]] = []
+        for row, (request, start, end, _) in enumerate(zip(*rows, strict=True)):
+            if not request.is_scoring:
+                continue
+            positions = request.take_scored(start, end)
+            if not positions:
+                continue
+            first = int(plan.cu_q_lens[row]) + positions.start - start
+            tokens.append(range(first, first + len(positions)))
+            targets.append(request.token_ids[positions.start + 1 : positions.stop + 1])
+            scored.append((request, len(positions)))
+        self.scored = tuple(scored)
+        if scored:
+            flat_tokens, flat_targets = (list(chain.from_iterable(parts)) for parts in (tokens, targets))
+            plan.prompt_rows = PromptRows(np.array(flat_tokens, np.int32), np.array(flat_targets, np.int32))
 
     def _fill_samples(self, plan: StepPlan, rows: _Rows) -> None:
         requests = list(compress(rows.requests, rows.samples))

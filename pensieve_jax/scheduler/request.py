@@ -49,6 +49,8 @@ class Request:
       num_unending: length up to which the last granted token may not end the reply, because of `min_tokens`;
         the plan bans its ending ids there.
       max_total_tokens: length at which the turn ends with "length".
+      scored_end: prompt tokens before this position need no more log-probabilities: dispatched steps compute
+        them, or they were not requested.
       holes: token intervals of the history to recompute, ascending.
       is_decoding: whether it sampled a token and was not suspended since. If so, it misses only its last
         token and waits for no copy.
@@ -80,6 +82,7 @@ class Request:
         "resume_swapped_in_tokens",
         "sample_row",
         "sampling",
+        "scored_end",
         "seed",
         "sequence",
         "status",
@@ -113,7 +116,10 @@ class Request:
         # The masks of a structured reply forbid ending ids themselves.
         min_tokens = 0 if params.structured is not None else params.min_tokens
         self.num_unending = self.num_prompt_end + min_tokens
-        self.max_total_tokens = min(self.num_prompt_end + params.max_tokens, max_context_tokens)
+        # A turn without a reply samples a token as well: its end is noticed like that of any other turn.
+        self.max_total_tokens = min(self.num_prompt_end + max(params.max_tokens, 1), max_context_tokens)
+        is_scored = params.prompt_logprobs is not None
+        self.scored_end = max(self.num_history_tokens, 1) if is_scored else self.num_prompt_end
         self.status = RequestStatus.WAITING
         self.holes: Intervals = []
         self.is_decoding = False
@@ -128,6 +134,11 @@ class Request:
         self._num_kv_before = 0
         self._uncomputed: Intervals = []  # tokens missing at its first admission and not computed since
         self._holes_before: Intervals = []  # holes at its last suspension
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether prompt tokens still need a step that computes their log-probabilities."""
+        return self.scored_end < self.num_prompt_end
 
     @property
     def num_output_tokens(self) -> int:
@@ -192,6 +203,18 @@ class Request:
         # Tokens lost in an earlier suspension and not recomputed since count as computed before.
         self._uncomputed = _in_both(self._uncomputed, self.holes)
         self._holes_before, self.holes = self.holes, []
+
+    def take_scored(self, start: int, end: int) -> range:
+        """Return the positions in [start, end), to be computed now, that predict prompt tokens to be scored.
+
+        These tokens count as scored from now on. A position predicts the token after it.
+        """
+        first, last = max(start, self.scored_end - 1), min(end, self.num_prompt_end - 1)
+        if first >= last:
+            return range(0)
+        assert first == self.scored_end - 1, "a position was computed without its score"
+        self.scored_end = last + 1
+        return range(first, last)
 
     def skip_filled(self, chunk_tokens: int) -> None:
         """Remove leading holes in a shared prefix that another request has filled since."""

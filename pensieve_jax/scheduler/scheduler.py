@@ -34,14 +34,14 @@ Rules:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 from typing import Final
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.scheduler.buckets import step_limit, token_buckets
+from pensieve_jax.scheduler.buckets import scoring_bucket, step_limit, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.request import Request, RequestStatus
 
@@ -76,6 +76,7 @@ class Scheduler:
         self._config = config
         self._cache = cache
         self._buckets = token_buckets(config)
+        self._scoring_bucket = scoring_bucket(config, cache.chunk_tokens)
         self._max_num_rows = config.row_limit
 
     def add(self, request: Request) -> None:
@@ -265,9 +266,11 @@ class Scheduler:
         self._cache.fill_next(decoding)
         return step
 
-    def _begin_step(self, num_decodes: int, others: Iterable[Request]) -> _Step:
+    def _begin_step(self, num_decodes: int, others: Collection[Request]) -> _Step:
         """Make an empty step, with tokens and rows set aside for decodes."""
         chunk_tokens = self._cache.chunk_tokens
+        if any(request.is_scoring for request in others):
+            return _Step(self._scoring_bucket - num_decodes, self._max_num_rows - num_decodes)
         limit = step_limit(
             self._buckets,
             num_decodes,

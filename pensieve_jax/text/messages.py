@@ -70,17 +70,16 @@ def content_of(message: Message) -> str:
     return message["content"] or ""
 
 
+def text_with_calls(message: Message) -> str:
+    """Return the text of a message, with its tool calls as `name(arguments)`."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = "\n".join(f"{function['name']}({function['arguments']})" for function in functions)
+    return "\n".join(text for text in (content_of(message), calls) if text)
+
+
 def num_characters(messages: Iterable[Message]) -> int:
     """Return the approximate length of messages as text, tool calls and reasoning included."""
-    return sum(
-        len(content_of(message))
-        + len(message.get("reasoning") or "")
-        + sum(
-            len(call["function"]["name"]) + len(call["function"]["arguments"])
-            for call in message.get("tool_calls") or ()
-        )
-        for message in messages
-    )
+    return sum(len(text_with_calls(message)) + len(message.get("reasoning") or "") for message in messages)
 
 
 def checked_call(call_id: object, name: object, arguments: object, field: str) -> dict[str, Any]:

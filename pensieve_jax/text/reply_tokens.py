@@ -76,6 +76,8 @@ class ReplyTokens:
         `top_ids` and `top_logprobs` are i32[K] and f32[K], read only if alternatives were requested.
         """
         params = self._params
+        if params.max_tokens == 0:
+            return "length"  # the id that was sampled is not part of the reply
         self.token_ids.append(token_id)
         if self.logprobs is not None:
             k = params.logprobs or 0

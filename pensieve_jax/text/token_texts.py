@@ -7,7 +7,8 @@ know: sampling, or the fields of responses.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.tokenizer import Tokenizer
@@ -95,6 +96,43 @@ class TokenOffsets:
             if text and final.endswith(text):  # bytes before it turned out not to be a character
                 offset = self._num_final - len(text)
         return offset
+
+
+class Echo(NamedTuple):
+    """A prompt as a response repeats it.
+
+    Attributes:
+      text: the prompt's text.
+      offsets: where its tokens begin in the text, in characters; empty if they are not needed.
+    """
+
+    text: str
+    offsets: list[int]
+
+
+def echo_of(
+    tokenizer: Tokenizer | None, prompt: str | Sequence[int], token_ids: Sequence[int], *, has_offsets: bool
+) -> Echo:
+    """Return a prompt's text and the offsets of its tokens.
+
+    A text is repeated as it was sent. Ids become the text that they would have in a reply.
+
+    Args:
+      tokenizer: None if the model has none; ids then have no text.
+      prompt: text or ids, as it was sent.
+      token_ids: its ids, with those that precede every text.
+      has_offsets: whether to find the offsets.
+    """
+    if tokenizer is None:
+        return Echo("", [0] * len(token_ids) if has_offsets else [])
+    if isinstance(prompt, str):
+        offsets = tokenizer.offsets(prompt) if has_offsets else []
+        return Echo(prompt, [0] * (len(token_ids) - len(offsets)) + offsets if has_offsets else [])
+    text = tokenizer.decode(token_ids)
+    if not has_offsets:
+        return Echo(text, [])
+    found = TokenOffsets(tokenizer)
+    return Echo(text, [found.next(one, tokenizer.text_after(one)) for one in token_ids])
 
 
 def _numbered(token_id: int) -> str:

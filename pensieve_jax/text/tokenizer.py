@@ -147,6 +147,12 @@ class Tokenizer:
             token_ids.insert(0, self.first_id)
         return token_ids
 
+    def offsets(self, text: str) -> list[int]:
+        """Return where the tokens of `encode(text, add_bos=False)` begin in the text, in characters."""
+        # As a batch, which releases the interpreter's lock; see `_LONG`.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        return [start for start, _ in encoding.offsets]
+
     def encode_after(
         self, previous_id: int | None, text: str, *, token_limit: int | None = None
     ) -> list[int]:

@@ -338,3 +338,15 @@ def test_on_a_terminal(tmp_path, compilation_cache):
         assert one.wait() == 0
     kept = (tmp_path / "state" / "pensieve_jax" / "chat_lines.jsonl").read_text().splitlines()
     assert [len(line) for line in kept] == [5002, 7, 10]
+
+
+def test_the_history_shows_calls(chat, llm, text):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "so?"},
+    ]
+    llm.chat(messages, PARAMS, conversation_id=chat.conversation_id)
+    shown = said(chat, text, "/history")
+    assert '[1] assistant: add({"x": 1})' in shown and "None" not in shown

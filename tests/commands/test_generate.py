@@ -11,6 +11,7 @@ import pytest
 
 from pensieve_jax import InvalidRequestError, SamplingParams
 from pensieve_jax.commands import batch
+from pensieve_jax.commands.conversations_file import InputTurn
 from pensieve_jax.commands.engine_flags import CACHE_DIR, engine_config
 from tests.launching import load
 
@@ -291,3 +292,15 @@ def test_a_timeline_without_matplotlib_is_refused_before_the_model_is_loaded(lau
     path = write_input(tmp_path, *three("undrawn"))
     flags = {"input": path, "output": tmp_path / "out", "timeline": tmp_path / "out.png"}
     assert "pip install matplotlib" in refusal(launch, monkeypatch, **flags)
+
+
+def test_the_size_of_a_prompt_counts_its_calls(llm):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    size = [
+        batch.num_prompt_tokens(
+            InputTurn(({**called, "tool_calls": [call] * count},), SamplingParams()), llm.tokenizer
+        )
+        for count in (1, 2)
+    ]
+    assert batch.MARKUP_TOKENS < size[0] < size[1]

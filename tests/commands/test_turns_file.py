@@ -6,9 +6,21 @@ import json
 
 import pytest
 
-from pensieve_jax.commands.turns_file import read_output
+from pensieve_jax import Output, PromptLogprob, SamplingParams, Usage
+from pensieve_jax.commands.conversations_file import InputTurn
+from pensieve_jax.commands.turns_file import output_line, read_output
 
 LINE = {"conversation_id": "a", "turn": 0, "token_ids": [1]}
+
+
+def test_a_line_has_the_log_probabilities_that_were_requested():
+    usage = Usage(2, 0, 0, 0, 2, 0)
+    scores = (None, PromptLogprob(7, -1.5, 2, {8: -0.5}))
+    turn = InputTurn([6, 7], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    output = Output("a", (), "", "length", usage, 0, None, scores)
+    line = json.loads(json.dumps(output_line(turn, 0, output)))
+    entry = {"token_id": 7, "logprob": -1.5, "rank": 2, "top": {"8": -0.5}}
+    assert line["prompt_logprobs"] == [None, entry] and "logprobs" not in line
 
 
 def test_no_output_has_no_lines(tmp_path):

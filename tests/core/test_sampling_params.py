@@ -10,7 +10,7 @@ from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
 
 BAD_PARAMS = {
-    "max_tokens": (0, -1, 1.0, "3", True, None, 2**31),
+    "max_tokens": (-1, 1.0, "3", True, None, 2**31),
     "min_tokens": (-1, 33, 0.5, True, None),
     "temperature": (math.nan, math.inf, -math.inf, -0.1, "1", True, None, 1e9, 1j),
     "top_k": (-2, -1.0, 1.5, True, None, 2**31),

@@ -534,7 +534,8 @@ def test_layouts():
 
 
 def test_warm_up_reports_progress(monkeypatch):
-    """One call per executable: two buckets' layers and ends, six samplers, four of adjustments and counts.
+    """One call per executable: two buckets' layers and ends, six samplers, four of adjustments and counts,
+    three of prompts' scores.
 
     Equal models share them.
     """
@@ -542,7 +543,7 @@ def test_warm_up_reports_progress(monkeypatch):
     runner = ModelRunner(_model("llama-tiny", 1), engine_config(), make_mesh(1))
     calls = []
     runner.warm_up(lambda *call: calls.append(call))
-    assert [call[:2] for call in calls] == [(i, 16) for i in range(1, 17)]
+    assert [call[:2] for call in calls] == [(i, 19) for i in range(1, 20)]
     assert runner.num_compilations == 0
     assert not any(np.asarray(pool).any() for pool in runner.pools), "a plan of no rows writes nothing"
     monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)

@@ -49,7 +49,7 @@ class Driver(TurnDriver):
         refused: type[PensieveError] | None = None
         if len(set(ids)) < len(ids) or any(self.is_busy(conversation_id) for conversation_id in ids):
             refused = ConversationBusyError
-        elif any(facts.max_output_len < 1 for facts, _ in drafts):
+        elif any(facts.room < 1 for facts, _ in drafts):
             refused = ContextLengthError
         specs = [spec_of(facts, conversation_id) for facts, conversation_id in drafts]
         if refused is None:

@@ -29,6 +29,7 @@ from pensieve_jax.decoding.adjustments import (
     not_counted,
     penalty_words,
 )
+from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.engine.late_rows import LateRow
 from pensieve_jax.engine.runner import Progress
 from pensieve_jax.scheduler import StepPlan, StepResult, bucket_layout, token_buckets
@@ -130,6 +131,21 @@ def top_of(total: int, count: int) -> dict[int, float]:
     return {(total + i) % VOCAB_SIZE: -i / 8 for i in range(count)}
 
 
+def score_of(total: int, token_id: int) -> tuple[float, int]:
+    """Return the expected log-probability and rank of a prompt token after these KV entries."""
+    word = mix(1, token_id, total)
+    return -(word % 4096) / 1024, 1 + word % VOCAB_SIZE
+
+
+def dense_totals(token_ids: Sequence[int]) -> list[int]:
+    """Return the sum of KV entries in the last layer after each of the tokens, computed without pages."""
+    parts = parts_of_mix(np.arange(len(token_ids)), np.asarray(token_ids))
+    totals = np.zeros(len(token_ids), np.uint64)
+    for _ in range(NUM_LAYERS):
+        totals = finish_mix(*parts, totals).cumsum()
+    return [int(total) for total in totals]
+
+
 class Continuation(NamedTuple):
     """The expected continuation of some tokens."""
 
@@ -186,10 +202,11 @@ def _choice(params: SamplingParams, seed: int, position: int, banned_ids: frozen
 
 @dataclass(eq=False)
 class FakeHandle:
-    """A step in flight: the sums from which its rows choose, and the result after `choose`."""
+    """A step in flight: the sums from which its rows choose, its scores, and the result after `choose`."""
 
     plan: StepPlan
     totals: list[int]
+    prompt: PromptScores | None = None
     result: StepResult | None = None
 
 
@@ -272,6 +289,9 @@ class FakeRunner:
                 totals[tokens] = entries.cumsum()[len(slots) - _len(tokens) :]
         num_samples = int(plan.num_samples[0])
         self._unchosen = FakeHandle(plan, totals[plan.sample_tokens[:num_samples]].tolist())
+        if plan.prompt_rows is not None:
+            scored = totals[plan.prompt_rows.tokens].tolist()
+            self._unchosen.prompt = self._score(scored, plan.prompt_rows.targets.tolist())
         return self._unchosen
 
     def choose(self, handle: FakeHandle, words: np.ndarray | None) -> None:
@@ -279,7 +299,7 @@ class FakeRunner:
         self._unchosen = None
         plan = handle.plan
         how = [] if plan.adjustment is None else self._adjust(plan, plan.adjustment)
-        handle.result = self._sample(plan, handle.totals, words, how)
+        handle.result = self._sample(plan, handle.totals, words, how)._replace(prompt=handle.prompt)
         self._prev_ids = handle.result.token_ids
 
     def fetch(self, handle: FakeHandle) -> StepResult:
@@ -348,6 +368,16 @@ class FakeRunner:
                 top = top_of(total, self.num_top)
                 result.top_ids[row], result.top_logprobs[row] = list(top), list(top.values())
         return result
+
+    def _score(self, totals: list[int], targets: list[int]) -> PromptScores:
+        logprobs, ranks = zip(*map(score_of, totals, targets), strict=True)
+        tops = [top_of(total, self.num_top) for total in totals]
+        return PromptScores(
+            np.array(logprobs, np.float32),
+            np.array(ranks, np.int32),
+            np.array([list(top) for top in tops], np.int32),
+            np.array([list(top.values()) for top in tops], np.float32),
+        )
 
     def _check(self, plan: StepPlan) -> None:
         """Assert what a device would silently get wrong."""

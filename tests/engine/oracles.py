@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.outputs import PromptLogprob, TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import TurnSpec
@@ -23,7 +23,9 @@ from tests.engine.fake_runner import (
     Continuation,
     FakeRunner,
     dense_continuation,
+    dense_totals,
     logprob_of,
+    score_of,
     top_of,
 )
 from tests.engine.fake_transfers import Delays
@@ -51,8 +53,18 @@ class TurnFacts:
         return len(self.history) if self.replaced else None
 
     @property
+    def room(self) -> int:
+        """Number of tokens that fit the context after the prompt."""
+        return self.max_total_tokens - len(self.history) - len(self.prompt)
+
+    @property
     def max_output_len(self) -> int:
-        return min(self.params.max_tokens, self.max_total_tokens - len(self.history) - len(self.prompt))
+        return min(self.params.max_tokens, self.room)
+
+    @property
+    def scored_tokens(self) -> tuple[tuple[int, ...], int]:
+        """Return the whole context, and the position of the first token whose log-probability exists."""
+        return (*self.history, *self.prompt), max(len(self.history), 1)
 
     def may_end(self, number: int) -> bool:
         """Tell whether the reply's `number`-th token may be its last because of its id."""
@@ -90,6 +102,20 @@ class Bench(Protocol):
         """Assert that these belong to the reply's tokens."""
         ...
 
+    def check_prompt(self, facts: TurnFacts, entries: Sequence[PromptLogprob | None]) -> None:
+        """Assert that these belong to the prompt's tokens."""
+        ...
+
+
+def unscored(facts: TurnFacts, entries: Sequence[PromptLogprob | None]) -> list[PromptLogprob]:
+    """Return the entries of a prompt, except the empty one of a conversation's first token."""
+    assert len(entries) == len(facts.prompt)
+    assert [entry is None for entry in entries] == [not facts.history, *[False] * (len(entries) - 1)]
+    found = [entry for entry in entries if entry is not None]
+    tokens, first = facts.scored_tokens
+    assert [entry.token_id for entry in found] == list(tokens[first:])
+    return found
+
 
 class FakeBench:
     """The fake runner, with its hash over a plain list of tokens as the reference."""
@@ -118,6 +144,15 @@ class FakeBench:
         found = _dense(facts)
         for total, token_id, entry in zip(found.totals, found.token_ids, logprobs, strict=True):
             assert entry == (token_id, logprob_of(total), top_of(total, facts.params.logprobs or 0))
+
+    def check_prompt(self, facts: TurnFacts, entries: Sequence[PromptLogprob | None]) -> None:
+        tokens, first = facts.scored_tokens
+        totals = dense_totals(tokens)
+        num_top = facts.params.prompt_logprobs or 0
+        for position, entry in enumerate(unscored(facts, entries), first):
+            total = totals[position - 1]
+            expected = (tokens[position], *score_of(total, tokens[position]), top_of(total, num_top))
+            assert entry == expected, f"position {position}: {entry}, not {expected}"
 
 
 def _dense(facts: TurnFacts) -> Continuation:

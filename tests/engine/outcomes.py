@@ -46,11 +46,13 @@ def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tok
     seed = draft.seed * (2**40 + 1)  # sets both words of the seed
     prefix_len = PREFIX_LENS[draft.prefix] if draft.prefix >= 0 and not history else 0
     prefix = prompt_ids(draft.prefix, prefix_len, bench.vocab_size) if prefix_len else ()
+    is_scored = draft.seed % 4 == 1
+    no_reply = draft.seed % 8 == 5 and not draft.min_tokens
     facts = TurnFacts(
         history=history,
         prompt=(*prefix, *prompt_ids(draft.seed, draft.prompt_len, bench.vocab_size)),
         params=SamplingParams(
-            max_tokens=draft.max_tokens,
+            max_tokens=0 if no_reply else draft.max_tokens,
             min_tokens=draft.min_tokens,
             temperature=draft.temperature,
             top_k=draft.seed % 3 * 20,
@@ -58,6 +60,7 @@ def facts_of(draft: Draft, history: tuple[int, ...], bench: Bench, max_total_tok
             seed=seed,
             ignore_eos=draft.ending != "eos",
             logprobs=draft.seed % 4,
+            prompt_logprobs=draft.seed // 8 % 3 if is_scored else None,
             **_options(draft.seed // 11 % 8, bench.vocab_size),
         ),
         seed=seed,
@@ -91,6 +94,10 @@ def check_output(running: Running, bench: Bench) -> None:
     assert output.conversation_id == running.conversation_id and output.seed == facts.seed
     facts.check_end(output.token_ids, output.finish_reason, bench.eos_token_ids)
     bench.check_logprobs(facts, output.logprobs)
+    if facts.params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+    else:
+        bench.check_prompt(facts, output.prompt_logprobs)
 
 
 def check_cancelled(running: Running, bench: Bench) -> None:
@@ -117,7 +124,7 @@ def check_usage(running: Running, num_granted: int, num_copied: int | None, conf
     # Of the history, only the last token was never computed before.
     assert usage.prefilled_tokens <= len(facts.prompt) + 1, usage
     assert config.stateful or known == 0, "the stateless baseline kept state"
-    num_extra = num_granted - computed - usage.resume_recomputed_tokens - (usage.output_tokens - 1)
+    num_extra = num_granted - computed - usage.resume_recomputed_tokens - max(usage.output_tokens - 1, 0)
     # If an id ends the reply, the look-ahead step is discarded; an end by length has none.
     assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)
     assert num_copied in (usage.swapped_in_tokens, None), (num_copied, usage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,13 +14,13 @@ from flax import nnx
 
 from model_defs import Model, load_model, make_mesh
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.outputs import PromptLogprob, TokenLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference, Replay
 from pensieve_jax.device.model_runner import ModelRunner, StepHandle
 from pensieve_jax.scheduler import StepPlan, StepResult
 from tests.device.poison import poisoned_pools
 from tests.engine.fake_transfers import Delays
-from tests.engine.oracles import TurnFacts
+from tests.engine.oracles import TurnFacts, unscored
 
 MAX_CONTEXT_TOKENS = 128
 # Tolerance of choices over a KV cache in 8 bits. If two forward passes differ by rounding, a code is
@@ -103,6 +104,7 @@ class RealBench:
         num_turns: turns that were judged.
         uncertain: turns with a margin below `min_margin`, which are judged like all others.
         num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
+        num_prompts: turns whose prompts were scored.
     """
 
     preset: str
@@ -113,6 +115,7 @@ class RealBench:
     uncertain: list[str] = field(default_factory=list)
     num_logprobs: int = 0
     num_far: int = 0
+    num_prompts: int = 0
     _last: tuple[tuple[TurnFacts, tuple[int, ...]], Replay] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -189,6 +192,35 @@ class RealBench:
         self.num_logprobs += 1
         self.num_far += bool((np.abs(found - replay.logprobs) > 1e-3).any())
         assert all(len(entry.top) == facts.params.logprobs for entry in logprobs)
+
+    def check_prompt(self, facts: TurnFacts, entries: Sequence[PromptLogprob | None]) -> None:
+        """Assert that the entries follow from the reference's logits within tolerance."""
+        found = unscored(facts, entries)
+        if not found:
+            return
+        tokens, first = facts.scored_tokens
+        targets, allowed = np.asarray(tokens[first:]), max(self.min_margin, 1e-3)
+        rows = np.array([entry.logprob for entry in found])
+        is_wrong = np.ones(len(found), bool)
+        for reference in itertools.chain([self._reference], self._moved_references if self.kv_dtype else ()):
+            logits = reference.logits(tokens[:-1])[first - 1 :].astype(np.float64)
+            logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+            expected = np.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+            above = (logprobs > (expected + allowed)[:, None]).sum(axis=-1)
+            around = (logprobs >= (expected - allowed)[:, None]).sum(axis=-1)
+            ranks = np.array([entry.rank for entry in found])
+            is_right = (np.abs(rows - expected) <= allowed) & (above < ranks) & (ranks <= around)
+            for row, entry in enumerate(found):
+                ids, values = list(entry.top), np.array(list(entry.top.values()))
+                best = np.sort(logprobs[row])[::-1][: len(ids)]
+                is_right[row] &= bool((np.abs(values - best) <= allowed).all())
+                is_right[row] &= bool((np.abs(logprobs[row, ids] - values) <= allowed).all())
+            is_wrong &= ~is_right
+            if not is_wrong.any():
+                break
+        assert not is_wrong.any(), f"prompt tokens {np.flatnonzero(is_wrong)} of {facts}"
+        assert all(len(entry.top) == facts.params.prompt_logprobs for entry in found)
+        self.num_prompts += 1
 
     def _replay(self, facts: TurnFacts, token_ids: Sequence[int]) -> Replay:
         """Replay once for both checks of a turn: its log-probabilities and its tokens."""

@@ -25,12 +25,11 @@ def break_logits(harness: Harness, turn: Turn, num_tokens: int = 0, value: float
     """Make the logits of a turn not finite, from the token after `num_tokens` on."""
     finish = harness.engine._finish
 
-    def broken(step):
-        sampling = [grant for grant in step.output.grants if grant.samples]
-        for row, grant in enumerate(sampling):
+    def broken(step, result):
+        for row, grant in enumerate(step.sampling):
             if grant.request is turn.request and len(turn.token_ids) >= num_tokens:
-                step.handle[1].logprobs[row] = value
-        return finish(step)
+                result.logprobs[row] = value
+        return finish(step, result)
 
     harness.engine._finish = broken
 

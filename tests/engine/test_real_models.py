@@ -13,7 +13,8 @@ from pensieve_jax.config import POLICIES
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN
 from tests.engine.driver import run_scenario
-from tests.engine.oracles import TurnFacts
+from tests.engine.harness import Harness
+from tests.engine.oracles import TurnFacts, prompt_ids, spec_of
 from tests.engine.real_models import (
     MAX_CONTEXT_TOKENS,
     MAX_FAR_FRACTION,
@@ -59,7 +60,7 @@ def test_random_scenarios_equal_the_dense_reference(record_property):
     num_turns = bench.num_turns - num_before
     record_property("note", f"{num_turns} turns, {len(bench.uncertain)} with a margin below {MIN_MARGIN}")
     print(*bench.uncertain, dict(totals), sep="\n")
-    assert num_turns > 10 * num_scenarios
+    assert num_turns > 10 * num_scenarios and bench.num_prompts > num_scenarios
     sources = ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens")
     assert min(totals[name] for name in sources) > 15 * num_scenarios
     assert min(totals[name] for name in ("num_expedited_copies", "num_prefetched_chunks")) > 0
@@ -137,3 +138,29 @@ def test_nothing_is_compiled_after_warm_up():
         assert llm.stats()["num_compilations"] == num_compilations
         jax.jit(lambda x: 3 * x + 41)(2.0)
         assert llm.stats()["num_compilations"] > num_compilations, "the counter does not count"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_prompt_has_the_same_scores_in_any_order_and_company(preset):
+    """All values are equal to the bit: every step that scores has one size, whatever else it computes."""
+    bench, found = bench_for(preset), []
+    start = prompt_ids(1, 40, bench.vocab_size)
+    prompts = [(*start, *prompt_ids(size, size, bench.vocab_size)) for size in (1, 9, 30, 70)]
+    params = SamplingParams(max_tokens=0, prompt_logprobs=3, seed=0)
+    rounds = ([0], [1], [2], [3]), ([3], [2, 1], [0]), ([1, 3, 0, 2],)
+    for groups in rounds:
+        harness = Harness(real_config(), bench=bench, max_model_tokens=MAX_CONTEXT_TOKENS)
+        harness.turn("long", 50, seed=1, max_tokens=20)
+        scored = {}
+        for group in groups:
+            decoding = harness.submit(harness.facts(start, None, max_tokens=30))
+            harness.step(3)
+            facts = [TurnFacts((), prompts[i], params, 0, MAX_CONTEXT_TOKENS) for i in group]
+            names = [None if i % 2 else f"c{i}" for i in group]
+            turns = harness.submit_all(list(map(spec_of, facts, names)))
+            for i, fact, output in zip(group, facts, harness.run(decoding, *turns)[1:], strict=True):
+                bench.check_prompt(fact, output.prompt_logprobs)
+                scored[i] = output.prompt_logprobs
+        found.append(scored)
+        harness.check_empty()
+    assert found[0] == found[1] == found[2]

@@ -38,6 +38,9 @@ LEAST = {  # in 900
     "num_expedited_copies": 500,
     "num_steps_with_a_full_cpu_tier": 1000,
     "num_turns_with_a_prefix": 1000,
+    "num_scored_prompts": 1000,
+    "num_scored_in_suspended_turns": 10,
+    "num_turns_without_a_reply": 300,
 }
 
 

@@ -64,7 +64,7 @@ def check_scenarios(judge, seeds, record_property):
     num_turns = judge.num_turns - num_before
     note = f"{num_turns} turns on {judge.num_devices} devices, {len(judge.uncertain)} too close to call"
     record_property("note", note)
-    assert num_turns > 5 * len(seeds)
+    assert num_turns > 5 * len(seeds) and judge.num_prompts > 0
     for name in ("reused_gpu_tokens", "swapped_in_tokens", "recomputed_tokens"):
         assert totals[name] > 2 * len(seeds), (name, totals)
     allowed = MAX_UNCERTAIN_FRACTION if kv_dtype is None else MAX_UNCERTAIN_STORED_FRACTION

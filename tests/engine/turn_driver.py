@@ -131,6 +131,10 @@ class TurnDriver:
         check_usage(running, num_granted, num_copied, self.scenario.config)
         for name in COUNTED:
             self.totals[name] += getattr(turn.output.usage, name)
+        is_scored = turn.output.prompt_logprobs is not None
+        self.totals["num_scored_prompts"] += is_scored
+        self.totals["num_scored_in_suspended_turns"] += is_scored and turn.output.usage.num_suspensions > 0
+        self.totals["num_turns_without_a_reply"] += not turn.output.token_ids
         self._add_to_history(running, turn.output.token_ids)
         self.num_checked += 1
 

@@ -83,6 +83,12 @@ def test_stop_strings_end_a_reply(llm):
     [
         (InvalidRequestError, "prompts", lambda llm: llm.generate("hi")),
         (InvalidRequestError, "prompts[1]", lambda llm: llm.generate(["hi", ""])),
+        (InvalidRequestError, "max_tokens", lambda llm: llm.generate(["hi"], SamplingParams(max_tokens=0))),
+        (
+            InvalidRequestError,
+            "prompt_logprobs",
+            lambda llm: llm.generate(["hi"], SamplingParams(prompt_logprobs=0)),
+        ),
         (InvalidRequestError, "prompts[1][0]", lambda llm: llm.generate([[1], [320]])),
         (InvalidRequestError, "prompt", lambda llm: llm.generate([[]])),
         (InvalidRequestError, "prompt", lambda llm: llm.engine.submit("text")),

@@ -48,7 +48,14 @@ def fill_tiles(plan):
 
 def digest_of(*grants: Grant) -> str:
     table = page_table(grant.request for grant in grants)
-    planner = Planner(LAYOUTS, fill_tiles, table, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
+    planner = Planner(
+        LAYOUTS,
+        fill_tiles,
+        table,
+        chunk_tokens=CHUNK,
+        num_device_pages=NUM_PAGES,
+        scoring_bucket=max(LAYOUTS),
+    )
     num_tokens = sum(grant.end - grant.start for grant in grants)
     plan = planner.plan(SchedulerOutput(grants, num_tokens, (), (), (), (), (), ()))
     fields = plan.layout.fields

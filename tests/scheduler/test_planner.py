@@ -141,7 +141,14 @@ def outputs(draw):
 def test_plans_equal_the_slow_reference(output):
     """Compares every field of the buffer; `sample_row` is set for the next step."""
     table = page_table(grant.request for grant in output.grants)
-    planner = Planner(LAYOUTS, fill_tiles, table, chunk_tokens=CHUNK, num_device_pages=NUM_PAGES)
+    planner = Planner(
+        LAYOUTS,
+        fill_tiles,
+        table,
+        chunk_tokens=CHUNK,
+        num_device_pages=NUM_PAGES,
+        scoring_bucket=max(LAYOUTS),
+    )
     sample_rows = {grant.request: grant.request.sample_row for grant in output.grants}
     for grant in output.grants:
         if grant.samples:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import EngineClosedError, PensieveError
-from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.outputs import FinishReason, Output, PromptLogprob, TokenLogprob, Usage
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
@@ -40,6 +40,18 @@ from tests.server.context.no_turns import NoTurns
 
 MODEL = "fake"
 LIMITS = ModelLimits(vocab_size=262, max_context_tokens=4096, eos_token_ids=(257,), max_logprobs=8)
+
+
+def prompt_scores(spec: TurnSpec) -> tuple[PromptLogprob | None, ...] | None:
+    """Return log-probabilities that follow from the ids: each has the rank 3, after the two ids before it."""
+    number = spec.params.prompt_logprobs
+    if number is None:
+        return None
+    ids = list(map(int, spec.prompt_token_ids))
+    tops = [{abs(one - rank): -rank / 8 for rank in range(1, number + 1)} for one in ids]
+    found = [PromptLogprob(one, -one / 4, 3, top) for one, top in zip(ids, tops, strict=True)]
+    has_parent = spec.node is not None and spec.node.parent_id is not None
+    return tuple(found) if has_parent else (None, *found[1:])
 
 
 class FakeTurn:
@@ -99,6 +111,7 @@ class FakeTurn:
             usage=Usage(**counts),
             seed=7,
             logprobs=None if self.spec.params.logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=prompt_scores(self.spec),
             stop_string=stop_string,
         )
         self._changed.set()
@@ -160,6 +173,9 @@ def say(text: str, **usage: int) -> Callable[[FakeTurn], None]:
     def script(turn: FakeTurn) -> None:
         pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
         room = turn.spec.params.max_tokens
+        if not room:
+            turn.finish("length", **usage)
+            return
         for piece in pieces:
             ids = piece.encode()
             turn.feed(piece[:room], ids[:room])
@@ -181,6 +197,9 @@ def sampled(token_ids: Sequence[int]) -> Callable[[FakeTurn], None]:
         ending_ids = params.ending_ids(LIMITS.eos_token_ids)
         reply = ReplyTokens(params, ending_ids, params.max_tokens, byte_tokenizer())
         none = np.empty(0)
+        if params.max_tokens == 0:
+            turn.finish("length")
+            return
         for token_id in token_ids:
             num_pieces = len(reply.pieces)
             reason = reply.accept(token_id, 0.0, none, none)

@@ -22,7 +22,7 @@ def test_messages_with_calls_and_results_are_copied() -> None:
     assert call_ids(checked) == ["a"]
     given[1]["tool_calls"][0]["id"] = "a"
     check_results(checked)
-    assert num_characters(checked) == 2 + len('f{"x": 1}') + 1
+    assert num_characters(checked) == 2 + len('f({"x": 1})') + 1
 
 
 def test_values_that_ask_for_nothing_are_left_out() -> None:

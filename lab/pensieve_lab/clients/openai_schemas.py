@@ -52,6 +52,9 @@ EXCEPTED: Final = {
     "finish_reason in the stream of a completion": (
         "is null until the last piece, as from OpenAI; the document knows the last one only"
     ),
+    "log-probability of the first token of an echoed prompt": (
+        "is null, as from OpenAI's and vLLM's servers; the document knows numbers only"
+    ),
 }
 """Differences between the document and OpenAI's own server; the openai client's types differ there as well.
 """
@@ -198,9 +201,18 @@ def _without_excepted(value: Any) -> Any:
         del found["usage"]
     if found.get("object") == "text_completion":
         found["choices"] = [
-            {**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in found["choices"]
+            {**_with_first_token(choice), "finish_reason": choice["finish_reason"] or "stop"}
+            for choice in found["choices"]
         ]
     return found
+
+
+def _with_first_token(choice: dict[str, Any]) -> dict[str, Any]:
+    columns = choice["logprobs"]
+    if not columns or columns["token_logprobs"][:1] != [None]:
+        return choice
+    values = {"token_logprobs": [0.0, *columns["token_logprobs"][1:]]}
+    return {**choice, "logprobs": columns | values | {"top_logprobs": [{}, *columns["top_logprobs"][1:]]}}
 
 
 def write_reduced(document: Path, path: Path = SCHEMAS) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import shlex
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -43,6 +45,7 @@ _LAUNCHERS: Final = {
 }
 _SIZES: Final = ("--dtype=float32", "--gpu_pages=4000", "--max_num_running=8", "--token_buckets=16,512")
 _LEFT_OPEN_S: Final = 2.0
+_ANSWER_S: Final = 30.0
 _TOKENIZER_VARIABLE: Final = "TRIAL_TOKENIZER"
 _COLUMNS: Final = ("server", "client", "version", "program", "outcome", "cause")
 
@@ -51,7 +54,7 @@ _COLUMNS: Final = ("server", "client", "version", "program", "outcome", "cause")
 def server(name: str, directory: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield a server's address, its model's name, and a directory with the model's tokenizer."""
     if name == _GIVEN:
-        yield FLAGS.url.rstrip("/").removesuffix("/v1"), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
+        yield given_address(FLAGS.url), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
         return
     tokenizer = directory / name
     if name == _SCRIPTED:
@@ -65,6 +68,18 @@ def server(name: str, directory: Path) -> Iterator[tuple[str, str, Path]]:
         ServedProcess([*_SIZES, f"--history={private}/chats.sqlite", *given], _LAUNCHERS[name]) as served,
     ):
         yield served.address, name, tokenizer
+
+
+def given_address(url: str) -> str:
+    """Return the address of a running server, without /v1; raises ConfigError if none answers there."""
+    address = url.rstrip("/").removesuffix("/v1")
+    try:
+        with urllib.request.urlopen(f"{address}/v1/models", timeout=_ANSWER_S):
+            return address
+    except urllib.error.HTTPError:  # it answers, if only to a key
+        return address
+    except (OSError, ValueError) as error:
+        raise ConfigError("--url", url, "the address of a running server", str(error)) from error
 
 
 def run_all(name: str, commands: dict[str, list[str]], all_results: Sequence[ClientResults]) -> None:

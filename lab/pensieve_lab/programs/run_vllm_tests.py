@@ -5,8 +5,8 @@
 `--sdist` is the unpacked source distribution of vLLM, of 0.33.0 or newer, from the package index. Its tests
 are copied, with the names of their models replaced. What they import of vLLM is empty. Their server is one
 that runs already: the scripted model's, or the one at `--url`. The packages of the tests go to an
-environment below `--directory`. The result is no score, since many tests need vLLM's classes or a large
-model. The last line is one JSON document (see `--json`).
+environment below `--directory`. Many tests need vLLM's classes or a large model, so their number is not a
+score. The last line is one JSON document (see `--json`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_lab.client_matrix.environments import Environments
 from pensieve_lab.client_matrix.report import markdown
+from pensieve_lab.programs.run_clients import given_address
 from pensieve_lab.scripted.model import make_model
 from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.vllm_tests.copying import copy_tests, load_selection
@@ -36,9 +37,12 @@ from pensieve_lab.vllm_tests.outcomes import TestResult, result_of
 
 FLAGS = flags.FLAGS
 _MODEL: Final = "scripted"
-_SCRIPT: Final = Path(__file__).parents[1] / "vllm_tests" / "script.toml"
+SCRIPT: Final = Path(__file__).parents[1] / "vllm_tests" / "script.toml"
 _LAUNCHER: Final = ("-m", "pensieve_lab.programs.serve_scripted")
-_SIZES: Final = ("--dtype=float32", "--gpu_pages=4000", "--max_num_running=8", "--token_buckets=16,512")
+_SIZES: Final = (
+    *("--dtype=float32", "--gpu_pages=2000", "--max_num_running=8", "--token_buckets=16,512"),
+    "--max_position_embeddings=8192",  # what a test of the tokenizer's route expects
+)
 _PACKAGES: Final = (
     *(
         "pytest==9.1.1",
@@ -47,7 +51,7 @@ _PACKAGES: Final = (
         "openai==3.57.0",
         "anthropic==2.14.0",
     ),
-    *("httpx", "requests", "jsonschema", "regex", "numpy", "pydantic", "transformers", "openai-harmony"),
+    *("httpx", "requests", "jsonschema", "regex", "numpy", "pydantic", "transformers", "jinja2"),
     "typing-extensions",
 )
 
@@ -56,12 +60,12 @@ _PACKAGES: Final = (
 def server(directory: Path) -> Iterator[tuple[str, str, Path]]:
     """Yield a server's address, its model's name, and a directory with the model's tokenizer."""
     if FLAGS.url:
-        yield FLAGS.url.rstrip("/").removesuffix("/v1"), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
+        yield given_address(FLAGS.url), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
         return
     tokenizer = directory / "vllm_tests_model"
     tokenizer.mkdir(exist_ok=True)
-    make_model(tokenizer, _SCRIPT)
-    given = [f"--script={_SCRIPT}", *shlex.split(FLAGS.server_flags)]
+    make_model(tokenizer, SCRIPT)
+    given = [f"--script={SCRIPT}", *shlex.split(FLAGS.server_flags)]
     with (
         tempfile.TemporaryDirectory() as private,
         ServedProcess([*_SIZES, f"--history={private}/chats.sqlite", *given], _LAUNCHER) as served,

@@ -9,18 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
-from pensieve_lab.vllm_tests.copying import Selection
+from pensieve_lab.vllm_tests.copying import ENTRYPOINTS, Selection
 
-type Outcome = Literal[
-    "passed", "skipped", "refused by design", "refused", "weak model", "stand-in", "answer"
-]
+type Outcome = Literal["passed", "skipped", "by design", "refused", "other model", "stand-in", "answer"]
 
 _PARAM: Final = re.compile(r"[\"']param[\"']: ?[\"']([^\"']+)[\"']")
 _CODE: Final = re.compile(r"[\"']code[\"']: ?[\"']([^\"']+)[\"']")
+_REFUSED: Final = re.compile(r"Error code: 4\d\d")
+_STAND_IN: Final = re.compile(r"'_Meta'|Anything")
 _CAUSE_LENGTH: Final = 240
-_ENTRYPOINTS: Final = "tests/entrypoints/"
+_ENTRYPOINTS: Final = f"{ENTRYPOINTS.as_posix()}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class TestResult:
 
     Attributes:
       file, test: where it is, and its name with parameters.
-      outcome: "refused by design" if the answer names what `selection.toml` lists; "refused" for another
-        error of the client's; "stand-in" if the test uses a class of vLLM's; "answer" for everything else.
+      outcome: "by design" or "other model" for what `selection.toml` lists; "stand-in" if the test uses a
+        class of vLLM's; "refused" for an error of the client's; "answer" for everything else.
       cause: the refused field, the names that stand in, or the assertion.
     """
 
@@ -53,19 +53,20 @@ def _outcome(line: Mapping[str, Any], test: str, selection: Selection) -> tuple[
     if line["outcome"] == "not collected":
         return "stand-in", line["message"]
     function = test.partition("[")[0].rpartition("::")[2]
-    if function in selection.model:
-        return "weak model", selection.model[function]
+    if function in selection.known:
+        return cast(tuple[Outcome, str], selection.known[function])
     answered = " ".join([line["message"], *line["errors"]])
-    for name, pattern in selection.refused.items():
+    for name, pattern in selection.by_design.items():
         if pattern.search(answered):
-            return "refused by design", name
-    if line["used"]:
-        return "stand-in", ", ".join(line["used"])
-    if line["errors"]:
+            return "by design", name
+    if line["used"] or _STAND_IN.search(line["message"]):
+        return "stand-in", ", ".join(line["used"]) or line["message"]
+    if line["errors"] or _REFUSED.search(line["message"]):
         return "refused", _refusal(line["errors"], line["message"])
     return "answer", line["message"]
 
 
 def _refusal(errors: Sequence[str], message: str) -> str:
-    params, codes = _PARAM.findall(errors[-1]), _CODE.findall(errors[-1])
-    return f"{' '.join(codes[:1] + [f'({param})' for param in params[:1]])}: {errors[-1]} {message}"
+    last = errors[-1] if errors else message
+    params, codes = _PARAM.findall(last), _CODE.findall(last)
+    return f"{' '.join(codes[:1] + [f'({param})' for param in params[:1]])}: {last} {message}"

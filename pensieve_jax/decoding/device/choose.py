@@ -67,7 +67,8 @@ def choose(
 
     Returns:
       i32[max_num_samples] ids for the next step (the same length for every bucket), and the packed result
-      i32[S * (2 + 2 * num_top) + 1], whose last word is nonzero if a device lost another.
+      i32[S * (2 + 2 * K) + 1], whose last word is nonzero if a device lost another. K is `num_top`, or 0 if
+      the mode has no most likely ids.
     """
     if split_over is not None and not mode.truncates:
         samples = sample_split(logits, scores, rows, mode=mode, num_top=num_top, mesh=split_over)
@@ -89,8 +90,9 @@ def lost_a_device(words: np.ndarray) -> bool:
     return bool(words[-1])
 
 
-def unpack_result(words: np.ndarray, num_samples: int, num_top: int) -> StepResult:
+def unpack_result(words: np.ndarray, num_samples: int) -> StepResult:
     """Return what `choose` packed, as arrays on the host."""
+    num_top = (len(words) // num_samples - 2) // 2
     ends = np.cumsum([num_samples, num_samples, num_samples * num_top])
     token_ids, logprobs, top_ids, top_logprobs = np.split(words[:-1], ends)
     shape = (num_samples, num_top)

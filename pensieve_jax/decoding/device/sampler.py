@@ -24,6 +24,7 @@ from pallas_kernels.sampling_cutoffs import MASS_BITS, cutoffs
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 _WORD = np.uint32
+_MAX_TOP_K = 16
 _MAX_SCORE_ERROR = 60.0  # float32 can represent e**60 and e**-60
 
 
@@ -38,7 +39,7 @@ WHOLE = VocabularyPart()
 
 
 class Samples(NamedTuple):
-    """The chosen ids; `top_ids` and `top_logprobs` are zeros if the mode does not compute them."""
+    """The chosen ids; K is 0 if the mode does not compute the most likely ids."""
 
     token_ids: jax.Array  # i32[S]
     # f32[S]: of the chosen ids, without temperature, cuts or bans. Not finite if a logit of the row is NaN or
@@ -91,12 +92,37 @@ def sample(
     is_chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == token_ids[:, None]
     chosen = jnp.where(is_chosen, logits, 0.0).sum(axis=-1)
     if mode.top_logprobs:
-        top_logits, top_ids = lax.top_k(logits, num_top)
+        top_logits, top_ids = most_likely(logits, num_top)
         top_logprobs = top_logits - log_normalizer[:, None]
     else:
-        top_ids = jnp.zeros((logits.shape[0], num_top), jnp.int32)
-        top_logprobs = jnp.zeros((logits.shape[0], num_top), jnp.float32)
-    return Samples(token_ids, chosen - log_normalizer, top_ids.astype(jnp.int32), top_logprobs)
+        top_ids, top_logprobs = no_alternatives(logits.shape[0])
+    return Samples(token_ids, chosen - log_normalizer, top_ids, top_logprobs)
+
+
+def most_likely(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return f32[S, count] logits and i32[S, count] ids: the highest first, the lowest id first on ties.
+
+    `lax.top_k` is called for at most 16 at a time, since its GPU kernel has no more, and sorting is slow.
+    """
+    lowest = np.finfo(np.float32).min
+    values, ids = lax.top_k(logits, min(count, _MAX_TOP_K))
+    # A logit of -inf must stay above the ids that are taken.
+    left = jnp.maximum(logits, lowest)
+    token_iota = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    while values.shape[1] < count:
+        last, last_id = values[:, -1:], ids[:, -1:]
+        is_taken = (logits > last) | ((logits == last) & (token_iota <= last_id))
+        more, more_ids = lax.top_k(
+            jnp.where(is_taken, -jnp.inf, left), min(count - values.shape[1], _MAX_TOP_K)
+        )
+        more = jnp.where(more == lowest, -jnp.inf, more)
+        values, ids = jnp.concatenate([values, more], axis=1), jnp.concatenate([ids, more_ids], axis=1)
+    return values, ids.astype(jnp.int32)
+
+
+def no_alternatives(num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Return `Samples.top_ids` and `Samples.top_logprobs` for a mode that does not compute them."""
+    return jnp.zeros((num_rows, 0), jnp.int32), jnp.zeros((num_rows, 0), jnp.float32)
 
 
 def decision_scores(

@@ -21,7 +21,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from model_defs.sharding import TENSOR_AXIS
-from pensieve_jax.decoding.device.sampler import Samples, VocabularyPart, decision_scores
+from pensieve_jax.decoding.device.sampler import (
+    Samples,
+    VocabularyPart,
+    decision_scores,
+    most_likely,
+    no_alternatives,
+)
 from pensieve_jax.decoding.sampling_rows import SamplerMode, SamplingRows
 
 
@@ -65,7 +71,7 @@ def _sample_part(
     ids = [(first_id + place)[:, None]]
     num_kept = min(num_top, width) if mode.top_logprobs else 0
     if num_kept:
-        top_logits, top_places = lax.top_k(logits, num_kept)
+        top_logits, top_places = most_likely(logits, num_kept)
         floats, ids = [*floats, top_logits], [*ids, first_id + top_places]
     words = jnp.concatenate(
         [
@@ -82,8 +88,7 @@ def _sample_part(
     log_normalizer = most + jnp.log((mass * jnp.exp(highest - most)).sum(axis=0))
     logprobs = jnp.take_along_axis(chosen, winner, axis=0)[0] - log_normalizer
     if not num_kept:
-        zeros = jnp.zeros((num_rows, num_top), jnp.int32)
-        return Samples(token_ids, logprobs, zeros, zeros.astype(jnp.float32))
+        return Samples(token_ids, logprobs, *no_alternatives(num_rows))
     top = lax.bitcast_convert_type(_rows_of(told[..., 4 : 4 + num_kept]), jnp.float32)
     top_logits, places = lax.top_k(top, num_top)
     top_ids = jnp.take_along_axis(_rows_of(told[..., 5 + num_kept :]), places, axis=1)

@@ -192,7 +192,7 @@ class DeviceRunner:
             words = np.asarray(handle)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("a step failed on the device", error, _LOWER) from error
-        return unpack_result(words, self._config.max_batch, self._config.max_logprobs)
+        return unpack_result(words, self._config.max_batch)
 
     def has_left(self, serial: int) -> bool:
         row = self._rows.get(serial)

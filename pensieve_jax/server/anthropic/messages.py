@@ -8,8 +8,10 @@ A client sends all messages of a conversation each time, as to Chat Completions,
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
@@ -31,7 +33,7 @@ from pensieve_jax.server.anthropic.reply import (
     usage_of,
 )
 from pensieve_jax.server.anthropic.schemas import ContextFields, CountTokensBody, MessagesBody
-from pensieve_jax.server.anthropic.template import ignores_effort, template_input_of
+from pensieve_jax.server.anthropic.template import asked_form, ignores_effort, template_input_of
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
@@ -41,6 +43,8 @@ from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import sampling_params
+from pensieve_jax.server.workers import run_cpu
+from pensieve_jax.text.grammar import check_grammar
 from pensieve_jax.text.replies import call_id, new_parser
 from pensieve_jax.text.reply_parser import ReplyParser
 
@@ -54,6 +58,7 @@ async def create_message(call: HttpRequest) -> HttpResponse:
     body = await call.decode(MessagesBody)
     check_model(call.services, body.model)
     message = await call.run_cpu(NewMessage, call, body)
+    await message.check_form()
     running = await message.start()
     if body.stream:
         settings = call.services.settings
@@ -96,6 +101,8 @@ def _check_version(call: HttpRequest) -> None:
 class MessageContext:
     """The context of one request."""
 
+    _form_fields: Mapping[str, str] = MappingProxyType({})
+
     def __init__(self, call: HttpRequest, body: ContextFields) -> None:
         """Check the decoded body as a whole; raise ApiError."""
         body.check()
@@ -109,6 +116,7 @@ class MessageContext:
             template_input = template_input_of(body, context, chat_format)
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
+        self._template_input = template_input
         self._turns = MessageTurns(call, context.messages, template_input=template_input, paths=context.paths)
 
     async def num_tokens(self) -> int:
@@ -120,7 +128,7 @@ class MessageContext:
 
     def _as_api_error(self, error: BaseException) -> ApiError:
         """Return the error response for an exception, with the client's names of fields."""
-        fields = {"prompt": "messages", "stop": "stop_sequences"}
+        fields = {"prompt": "messages", "stop": "stop_sequences", **self._form_fields}
         fields |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self._context.tools))}
         for index, path in enumerate(self._context.paths):
             fields[f"messages[{index}].tool_call_id"] = f"{path}.tool_use_id"
@@ -138,7 +146,22 @@ class NewMessage(MessageContext):
         self._services = call.services
         self._wait = call.unless_gone
         self._request_id = call.notes.request_id
+        try:
+            asked = asked_form(body, self._template_input, self._services.tokenizer)
+        except InvalidRequestError as error:
+            raise self._as_api_error(error) from error
+        self._form, self._form_fields = asked
+        self._owner = call.owner
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+
+    async def check_form(self) -> None:
+        """Raise ApiError for a form of the reply that no model can have."""
+        if self._form is None:
+            return
+        try:  # a short schema can take long
+            await run_cpu(self._owner, True, check_grammar, self._form)
+        except InvalidRequestError as error:
+            raise self._as_api_error(error) from error
 
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turn; raise ApiError."""
@@ -192,7 +215,8 @@ class NewMessage(MessageContext):
         """Return the parameters of the turn; the engine shortens a reply that has no `room`."""
         body = self._body
         given = {name: getattr(body, name) for name in taken_fields(MESSAGES)} | {"stop": body.stop_sequences}
-        return [sampling_params(self._services.defaults, given, max_tokens=body.max_tokens)]
+        params = sampling_params(self._services.defaults, given, max_tokens=body.max_tokens)
+        return [replace(params, structured=self._form)]
 
     def _parser(self) -> ReplyParser:
         return new_parser(self._turns.contexts[0].template_input)

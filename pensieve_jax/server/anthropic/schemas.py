@@ -20,6 +20,16 @@ from pensieve_jax.server.turns.sampling import (
     Tokens,
 )
 
+_OTHER_FORMS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json_object": (False,),
+}
+"""Other APIs' names for the form of a reply, with values without effect; here it is `output_config`."""
 _CLEAR_THINKING: Final = "clear_thinking_20251015"
 
 
@@ -125,11 +135,17 @@ class ContextManagement(Body):
                 raise unsupported(f"{at}.keep", "no reasoning is removed", ("all",))
 
 
+class OutputFormat(Body):
+    """The form of a reply: JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
 class OutputConfig(Body):
     """How much effort a reply takes, and its format."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"format": ()}
-
+    format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
@@ -178,10 +194,10 @@ class MessagesBody(ContextFields, kw_only=True):
         **UNSUPPORTED_SAMPLING,
         **ContextFields.UNSUPPORTED,
         **refused_fields(MESSAGES),
+        **_OTHER_FORMS,
         "n": (1,),
         "logprobs": (False, 0),
         "top_logprobs": (0,),
-        "output_format": (),
         "speed": ("standard",),
         "service_tier": ("auto", "standard_only"),
         "inference_geo": ("global",),
@@ -198,6 +214,7 @@ class MessagesBody(ContextFields, kw_only=True):
             (*refused_fields(MESSAGES), "n", "logprobs", "top_logprobs"), "Use /v1/chat/completions."
         ),
         **dict.fromkeys(("stop", "stop_strings"), "Use stop_sequences."),
+        "structured": "Use output_config.format.",
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "Use max_tokens."),
         "store": "Start the server with --chat_history=durable, or use /v1/chat/completions.",
     }
@@ -209,3 +226,4 @@ class MessagesBody(ContextFields, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     seed: Seed | None = None
+    output_format: OutputFormat | None = None

@@ -22,6 +22,11 @@ from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
+from pensieve_jax.server.openai.prompt_logprobs import (
+    check_not_streamed,
+    prompt_logprobs_field,
+    scored_by_the_first,
+)
 from pensieve_jax.server.openai.schemas import ChatBody, rendering
 from pensieve_jax.server.turns.checks import check_metadata, check_model
 from pensieve_jax.server.turns.message_turns import MessageTurns
@@ -75,9 +80,12 @@ class ChatCompletion:
             store=body.store,
             metadata=body.metadata,
             template_input=template_input,
+            is_new=body.prompt_logprobs is not None,
         )
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
+        self._num_prompt_logprobs = body.prompt_logprobs
+        check_not_streamed("prompt_logprobs", body.prompt_logprobs, body.stream)
         self._created = int(self._services.now_s())
         self._streams: dict[int, ReplyDeltas | None] = {}
 
@@ -105,7 +113,11 @@ class ChatCompletion:
                     "finish_reason": finish_reason(output.finish_reason, num_calls=len(parts.calls)),
                 }
             )
-        return {**self._head("chat.completion"), "choices": choices}
+        whole = {**self._head("chat.completion"), "choices": choices}
+        number, entries = self._num_prompt_logprobs, outputs[0].prompt_logprobs
+        if number is not None and entries is not None:
+            whole["prompt_logprobs"] = prompt_logprobs_field(entries, number, self._services.token_texts)
+        return whole
 
     def head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk")
@@ -158,7 +170,10 @@ class ChatCompletion:
             structured=self._form,
         )
         template_input = self._turns.contexts[0].template_input
-        return [with_choice(one, template_input, self._choice, self._services.chat_format) for one in params]
+        params = [
+            with_choice(one, template_input, self._choice, self._services.chat_format) for one in params
+        ]
+        return scored_by_the_first(params, self._num_prompt_logprobs)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -21,6 +21,7 @@ from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import SamplingFields
+from pensieve_jax.server.workers import WorkEstimate
 
 
 class WireFormat(Protocol):
@@ -72,7 +73,10 @@ async def reply_in(
         with renamed_fields(wire_format.fields):
             outputs = await call.unless_gone(running.results())
         usage = wire_format.record_usage(outputs)
-        return json_reply({**wire_format.response(outputs), "usage": usage})
+        # A prompt may have thousands of tokens, each with its texts.
+        work = WorkEstimate(any(output.prompt_logprobs is not None for output in outputs))
+        whole = await call.services.run_cpu(call.owner, work, wire_format.response, outputs)
+        return json_reply({**whole, "usage": usage})
     finally:
         await running.close()
 

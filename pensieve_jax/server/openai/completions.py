@@ -33,6 +33,13 @@ from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
+from pensieve_jax.server.openai.logprob_columns import LogprobColumns
+from pensieve_jax.server.openai.prompt_logprobs import (
+    PromptLogprobs,
+    check_not_streamed,
+    prompt_logprobs_field,
+    scored_by_the_first,
+)
 from pensieve_jax.server.turns.checks import (
     check_metadata,
     check_model,
@@ -52,7 +59,7 @@ from pensieve_jax.server.turns.sampling import (
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
-from pensieve_jax.text.token_texts import TokenOffsets
+from pensieve_jax.text.token_texts import Echo, TokenOffsets, echo_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
 _MAX_PROMPTS = 64
@@ -81,9 +88,22 @@ class CompletionBody(SamplingFields, kw_only=True):
     }
 
     prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    echo: bool | None = None
     previous_response_id: str | None = None
     return_token_ids: bool | None = None
+
+    @property
+    def num_echoed_logprobs(self) -> int | None:
+        """Number of likely ids beside each echoed token of the prompt; None if these are not scored."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def num_scored(self) -> int | None:
+        """Value of the engine's `prompt_logprobs` that serves both forms."""
+        asked = [one for one in (self.num_echoed_logprobs, self.prompt_logprobs) if one is not None]
+        return max(asked, default=None)
 
 
 async def create_completion(call: HttpRequest) -> HttpResponse:
@@ -186,6 +206,9 @@ class Completion:
         self._owner = call.owner
         self._body = body
         check_metadata(body.metadata)
+        check_not_streamed("prompt_logprobs", body.prompt_logprobs, body.stream)
+        check_not_streamed("echo", body.num_echoed_logprobs, body.stream)
+        self._max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         self._prompts = _prompts(body.prompt)
         if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
@@ -194,6 +217,7 @@ class Completion:
         self._turn_ids: list[list[str]] = []
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
+        self._echoes: list[Echo] = []
         num_replies = len(self._prompts) * body.num_choices
         self._offsets = [TokenOffsets(call.services.tokenizer) for _ in range(num_replies)]
 
@@ -222,6 +246,12 @@ class Completion:
             # Invalid ids never reach the engine.
             check_token_ids(self._field(index), found[-1], limits.vocab_size)
         self._token_ids = found
+        if self._body.echo:
+            has_offsets = self._body.num_echoed_logprobs is not None
+            self._echoes = [
+                echo_of(tokenizer, prompt, token_ids, has_offsets=has_offsets)
+                for prompt, token_ids in zip(self._prompts, found, strict=True)
+            ]
 
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
@@ -229,10 +259,11 @@ class Completion:
         params = choice_params(
             body,
             services.defaults,
-            max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+            max_tokens=self._max_tokens,
             logprobs=body.logprobs,
             structured=self._form,
         )
+        params = scored_by_the_first(params, body.num_scored)
 
         async def start() -> Sequence[AsyncTurn]:
             # The ids are chosen only now, after the wait: a new root goes to the engine that is least loaded.
@@ -254,7 +285,7 @@ class Completion:
                 start,
                 num_turns=len(self._prompts) * body.num_choices,
                 num_tokens=sum(map(len, self._token_ids)),
-                max_tokens=body.max_tokens or _DEFAULT_MAX_TOKENS,
+                max_tokens=self._max_tokens,
                 num_shared=body.num_choices,
                 wait=self._wait,
             )
@@ -277,10 +308,11 @@ class Completion:
         choices = [
             {
                 "index": index,
-                "text": output.text,
-                "logprobs": self._logprobs(index, output.logprobs),
+                "text": self._echoed(index) + output.text,
+                "logprobs": self._logprobs(index, output.logprobs, self._scores(index, outputs)),
                 "finish_reason": output.finish_reason,
                 **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
+                **self._prompt_logprobs(index, outputs),
             }
             for index, output in enumerate(outputs)
         ]
@@ -296,7 +328,11 @@ class Completion:
         }
 
     def first_choices(self) -> Iterable[bytes]:
-        return ()
+        """Return the echoed prompt of each choice."""
+        if not self._body.echo:
+            return ()
+        num_replies = len(self._prompts) * self._body.num_choices
+        return [_choice(index, self._echoed(index)) for index in range(num_replies)]
 
     def choices(self, index: int, delta: AsyncDelta) -> Iterable[bytes]:
         """Return text, logprobs and token ids; some token ids have no text."""
@@ -338,21 +374,39 @@ class Completion:
             attachment=draft,
         )
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-        """Return the log-probabilities of a choice's next tokens in this API's columns."""
+    def _echoed(self, index: int) -> str:
+        return self._echoes[index // self._body.num_choices].text if self._body.echo else ""
+
+    def _scores(self, index: int, outputs: Sequence[Output]) -> PromptLogprobs:
+        """Return the log-probabilities of a choice's prompt, which the first of its choices has."""
+        return outputs[index - index % self._body.num_choices].prompt_logprobs or ()
+
+    def _prompt_logprobs(self, index: int, outputs: Sequence[Output]) -> dict[str, Any]:
+        number = self._body.prompt_logprobs
+        if number is None:
+            return {}
+        entries = self._scores(index, outputs)
+        return {"prompt_logprobs": prompt_logprobs_field(entries, number, self._services.token_texts)}
+
+    def _logprobs(
+        self, index: int, logprobs: Sequence[TokenLogprob] | None, scores: PromptLogprobs = ()
+    ) -> dict[str, Any] | None:
+        """Return the log-probabilities of a choice's next tokens in this API's columns.
+
+        If the prompt is echoed, `scores` are those of its tokens, which come first.
+        """
         if logprobs is None:
             return None
         texts, offsets = self._services.token_texts, self._offsets[index]
-        keys = [texts.keys(one.token_id, one.top) for one in logprobs]
-        return {
-            "tokens": [key[one.token_id] for one, key in zip(logprobs, keys, strict=True)],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [
-                {key[token_id]: logprob for token_id, logprob in one.top.items()}
-                for one, key in zip(logprobs, keys, strict=True)
-            ],
-            "text_offset": [offsets.next(one.token_id, texts.text(one.token_id)) for one in logprobs],
-        }
+        columns = LogprobColumns(texts)
+        number = self._body.num_echoed_logprobs
+        if number is not None and scores:
+            place = index // self._body.num_choices
+            columns.add_prompt(self._token_ids[place], scores, self._echoes[place].offsets, number)
+        start = len(self._echoed(index))
+        found = [start + offsets.next(one.token_id, texts.text(one.token_id)) for one in logprobs]
+        columns.add_reply(logprobs, found)
+        return columns.written()
 
 
 def _choice(

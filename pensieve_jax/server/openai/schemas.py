@@ -202,6 +202,7 @@ class ChatBody(SamplingFields, kw_only=True):
         "max_output_tokens": "Use max_completion_tokens.",
         "background": "Use /v1/responses.",
         "return_token_ids": "Use /v1/completions to get token ids.",
+        "echo": "Use /v1/completions, or prompt_logprobs for log-probabilities of the context.",
     }
     OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
 

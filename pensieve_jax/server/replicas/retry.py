@@ -182,6 +182,12 @@ class RetryingSubmission:
             if output is None:
                 if not _may_run_again(reply.spec):
                     reply.fail(died)
+            elif reply.spec.params.prompt_logprobs is not None:
+                sentence = (
+                    "The replica died after it had committed this turn, and before it had sent the "
+                    "log-probabilities of the prompt, which are not stored. Send the request again."
+                )
+                reply.fail(EngineDiedError(sentence))
             elif reply.spec.params.logprobs is not None:
                 sentence = (
                     "The replica died after it had committed this turn, and before it had sent the reply. "

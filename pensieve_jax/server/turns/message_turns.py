@@ -7,6 +7,7 @@ Does not know: request schemas, or how a reply is written. Called by the handler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
+from pensieve_jax.server.turns.forms import behind_reasoning
 from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
@@ -50,22 +52,25 @@ class MessageTurns:
         self,
         call: HttpRequest,
         messages: Sequence[Message],
+        template_input: TemplateInput = NO_INPUT,
         *,
         num_replies: int = 1,
         store: bool | None = None,
         metadata: Mapping[str, str] | None = None,
-        template_input: TemplateInput = NO_INPUT,
         paths: Sequence[str] | None = None,
+        is_new: bool = False,
     ) -> None:
         """Prepare the turns of a request.
 
         Args:
           call: the request.
           messages: the whole context, of well-formed messages.
+          template_input: what the template gets beside them.
           num_replies: number of replies to the messages.
           store: whether the turns are stored in the history; None does what the server's settings say.
           metadata: what is stored with them.
-          template_input: what the chat template gets beside the messages.
+          is_new: whether the whole context is computed as the prompt of a new tree, whatever it could
+            continue from.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
@@ -79,6 +84,7 @@ class MessageTurns:
         self._num_replies = num_replies
         self._metadata = metadata
         self._paths = paths
+        self._is_new = is_new
         is_durable = call.services.settings.chat_history == "durable"
         self._is_durable = is_durable if store is None else store
 
@@ -110,6 +116,8 @@ class MessageTurns:
     def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return their usage as `completion_usage` does."""
         for context, output in zip(self.contexts, outputs, strict=True):
+            if output.prompt_logprobs is not None and not context.node.durable:
+                continue  # the engine has forgotten it
             commit_context(self._services, context, output)
         usage = completion_usage([output.usage for output in outputs], len(outputs))
         self._notes.counts |= usage
@@ -135,6 +143,8 @@ class MessageTurns:
     def _find(self, memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
             self._services.metrics.rebuilt("turn_lost")
+        if self._is_new:
+            memory = Memory.NONE
         return self._resolve(memory, token_limit=context_token_limit(self._services))
 
     def _resolve(self, memory: Memory, *, token_limit: int | None) -> ResolvedContext:
@@ -158,10 +168,21 @@ class MessageTurns:
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
+        params = [self._behind_reasoning(one) for one in params_of(room)]
         return [
             context.spec(one, self._attachment(context, one))
-            for context, one in zip(self.contexts, params_of(room), strict=True)
+            for context, one in zip(self.contexts, params, strict=True)
         ]
+
+    def _behind_reasoning(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with a form, if they have one, that begins behind the reply's reasoning."""
+        tokenizer, context = self._services.tokenizer, self.contexts[0]
+        if params.structured is None or tokenizer is None:
+            return params
+        form = behind_reasoning(
+            params.structured, context.template_input, context.prompt_token_ids, tokenizer
+        )
+        return replace(params, structured=form)
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
         """Return the record to commit with a turn that is stored, else None."""

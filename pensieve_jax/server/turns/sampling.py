@@ -66,6 +66,7 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     # Which tokens and texts are possible.
     "logits_processors": ([],),
     "custom_logit_processor": ("",),
+    "structured": (),  # the name in Python
     "structural_tag": ("",),
     "guided_decoding_backend": ("",),
     "guided_whitespace_pattern": ("",),
@@ -79,12 +80,10 @@ UNSUPPORTED_SAMPLING: Final[Mapping[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     # What the answer shows.
-    "echo": (False,),
     "no_stop_trim": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "include_reasoning": (True,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "n_probs": (0,),
     "return_tokens_as_token_ids": (False,),
@@ -187,7 +186,7 @@ class SamplingFields(StructuredFields):
     `metadata` has an effect on stored turns only.
 
     `top_k`, `min_p`, `repetition_penalty`, `allowed_token_ids`, `bad_words`, `min_tokens`, `stop_token_ids`,
-    `include_stop_str_in_output` and `ignore_eos` are vLLM extensions.
+    `include_stop_str_in_output`, `ignore_eos` and `prompt_logprobs` are vLLM extensions.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -206,7 +205,6 @@ class SamplingFields(StructuredFields):
     )
     MISPLACED: ClassVar[Mapping[str, str]] = {
         **{name: f"Use {ours}." for name, ours in MISSPELLED.items()},
-        "structured": "Use response_format or structured_outputs.",
     }
 
     model: str | None = None
@@ -230,6 +228,7 @@ class SamplingFields(StructuredFields):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
 

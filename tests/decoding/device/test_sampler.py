@@ -227,6 +227,20 @@ def test_scores_choose_and_logits_have_the_probabilities(mode):
         np.testing.assert_array_equal(found.top_ids, run(logits, rows, mode).top_ids)
 
 
+@pytest.mark.parametrize("count", [1, 16, 17, 20, 40])
+def test_the_most_likely_are_those_of_one_sort(count):
+    """With ties, also at the end of a piece, and with fewer possible ids than are asked for."""
+    logits = np.round(random_logits(NUM_ROWS, seed=13))
+    logits[1] = 0.0
+    logits[2, 5:] = -np.inf
+    logits[3] = -np.inf
+    logits[4, ::2] = np.finfo(np.float32).max
+    found = jax.jit(functools.partial(sampler.most_likely, count=count))(logits)
+    expected = jax.lax.top_k(logits, count)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_scores_come_back_from_their_keys():
     scores = np.array([0, -2e-38, -1e-30, -0.5, -17, -3e38, -np.inf], np.float32)
     back = sampler._scores_of(sampler._ordered_keys(jnp.asarray(scores)))

@@ -42,7 +42,7 @@ def run(num_devices, mode, logits, rows, scores=None) -> StepResult:
     logits = jax.device_put(logits, split)
     scores = logits if scores is None else jax.device_put(scores, split)
     next_ids, words = compiled(logits, scores, jax.device_put(rows, whole))
-    result = unpack_result(np.asarray(words), NUM_ROWS, NUM_TOP)
+    result = unpack_result(np.asarray(words), NUM_ROWS)
     np.testing.assert_array_equal(next_ids, result.token_ids)
     return result
 

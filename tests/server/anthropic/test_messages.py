@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 
@@ -303,13 +304,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"speed": "fast"}, 400, "invalid_request_error", "unsupported_parameter", "speed"),
         (
-            {"output_config": {"format": {"type": "json_schema"}}},
-            400,
-            "invalid_request_error",
-            "unsupported_parameter",
-            "output_config.format",
-        ),
-        (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             400,
             "invalid_request_error",
@@ -398,6 +392,24 @@ def test_a_server_that_accepts_no_turns_is_overloaded(state, status, kind):
     body = json.loads(raw)
     assert (found, body["error"]["type"]) == (status, kind) and headers["retry-after"]
     assert body["request_id"] == headers["request-id"]
+
+
+def test_a_key_that_uses_its_share_is_limited(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"ann:{hashlib.sha256(b'key').hexdigest()}\n")
+    settings = ServerSettings(api_keys_file=str(path), max_in_flight_per_key=1)
+
+    async def scenario():
+        harness = Harness(ROUTES, FakeEngine(lambda turn: None), settings=settings)
+        first = harness.open("POST", PATH, body_of(), {"x-api-key": "key"})
+        await harness.engine.submitted.wait()
+        answer = await post(harness, body_of(), headers={"x-api-key": "key"})
+        first.leave()
+        await first.task
+        return answer
+
+    status, headers, raw = asyncio.run(scenario())
+    assert (status, json.loads(raw)["error"]["type"]) == (429, "rate_limit_error") and headers["retry-after"]
 
 
 @pytest.mark.parametrize(

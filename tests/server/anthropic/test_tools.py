@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from typing import Any
 
 import pytest
 
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.anthropic.reply import SIGNATURE
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
@@ -88,6 +90,45 @@ def test_a_loop_of_calls_keeps_all_its_tokens(stream):
         assert turn.spec.keep >= num_path - 1, "all but the ending id"
     text = prompt_of(harness)
     assert text.count("<tool_call>") == 3 and text.count("<tool_response>") == 3 and "Thanks!" in text
+
+
+def test_a_conversation_with_tools_has_the_tokens_of_the_chat_route():
+    """The same messages in OpenAI's form continue the same turn."""
+    harness = harness_of(f"Let me see.\n{CALL}", "A part.", "Bye.")
+    _, message = ask(harness, asking([ASK], system="Be brief."))
+    use = message["content"][1]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": "a part of a page"}
+    history = [
+        ASK,
+        {"role": "assistant", "content": message["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    _, message = ask(harness, asking(history, system="Be brief."))
+    arguments = json.dumps(use["input"])
+    call = {"id": use["id"], "type": "function", "function": {"name": use["name"], "arguments": arguments}}
+    functions = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                **({"description": tool["description"]} if "description" in tool else {}),
+                "parameters": tool["input_schema"],
+            },
+        }
+        for tool in TOOLS
+    ]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        ASK,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "content": "a part of a page", "tool_call_id": use["id"]},
+        {"role": "assistant", "content": "A part."},
+        {"role": "user", "content": "Bye"},
+    ]
+    sent = {"model": "fake", "messages": chat, "tools": functions}
+    status, _ = ask(harness, sent, "/v1/chat/completions")
+    turns = harness.engine.turns
+    assert status == 200 and turns[2].spec.node.parent_id == turns[1].turn_id
 
 
 def test_tools_are_counted():
@@ -171,6 +212,62 @@ def test_a_call_that_the_limit_cuts():
     assert message["stop_reason"] == "max_tokens" and "INVALID_JSON" in use["input"]
 
 
+def form_of(harness: Harness) -> StructuredOutput | None:
+    return harness.engine.turns[-1].spec.params.structured
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ({"type": "any"}, {"look_up", "now"}),
+        ({"type": "tool", "name": "now"}, {"now"}),
+        ({"type": "auto"}, None),
+        ({"type": "none"}, None),
+    ],
+)
+def test_a_choice_may_demand_a_call(choice, names):
+    harness = harness_of(CALL)
+    status, _ = ask(harness, asking([ASK], tool_choice=choice))
+    form = form_of(harness)
+    assert status == 200 and (form is None) == (names is None)
+    if form is not None:
+        assert form.kind == "grammar" and form.after == ""
+        assert {name for name in ("look_up", "now") if f'"{name}"' in form.text} == names
+
+
+SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_a_reply_may_have_the_form_of_a_schema(in_config):
+    harness = harness_of('{"word": "chunk"}')
+    form = {"type": "json_schema", "schema": SCHEMA}
+    fields = {"output_config": {"format": form}} if in_config else {"output_format": form}
+    status, message = ask(harness, body_of([ASK], **fields))
+    assert status == 200 and json.loads(message["content"][0]["text"]) == {"word": "chunk"}
+    assert form_of(harness) == StructuredOutput.json_schema(SCHEMA)
+
+
+@pytest.mark.parametrize(("kind", "after"), [("adaptive", "</think>"), ("disabled", "")])
+def test_a_form_begins_behind_the_reasoning(kind, after):
+    harness = harness_of('{"word": "chunk"}', template=QWEN3)
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    ask(harness, body_of([ASK], output_config=form, thinking={"type": kind}))
+    found = form_of(harness)
+    assert found is not None and found.after == after
+
+
+@pytest.mark.parametrize(
+    ("schema", "code"),
+    [({"type": 5}, "invalid_value"), ({"not": {"type": "string"}}, "unsupported_parameter")],
+)
+def test_a_schema_that_is_refused_is_named(schema, code):
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    status, body = ask(harness_of(), body_of([ASK], output_config=form))
+    assert status == 400
+    assert body["error"]["details"] == {"error_code": code, "param": "output_config.format.schema"}
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
@@ -202,7 +299,8 @@ def test_a_result_without_its_call_is_refused():
 
 def test_a_template_without_tools_refuses_them():
     status, body = ask(Harness(ROUTES), asking([ASK]))
-    assert status == 400 and body["error"]["details"] == {"error_code": "invalid_value", "param": "tools"}
+    assert status == 400
+    assert body["error"]["details"] == {"error_code": "unsupported_parameter", "param": "tools"}
 
 
 def test_effort_is_ignored_by_a_template_without_it():

@@ -69,7 +69,7 @@ def test_roots_are_named_per_prompt_with_their_token_counts_after_admission():
 
     harness = Harness(ROUTES)
     harness.services.resolver.root_for = root_for
-    assert complete(harness, [[1] * 10_000, [2]])[0] == complete(harness, "a", max_tokens=0)[0] == 400
+    assert complete(harness, [[1] * 10_000, [2]])[0] == complete(harness, "a", max_tokens=-1)[0] == 400
     assert not asked, "they were refused"
     _, body = complete(harness, ["a", [5, 6, 7]], n=2)
     assert asked == [2, 3] and body["id"].startswith(f"cmpl-{1:016x}")
@@ -117,7 +117,10 @@ def test_a_stream_equals_the_whole_answer():
         (None, {}, "prompt"),
         (["a"] * 65, {}, "prompt"),
         (["a"] * 33, {"n": 2}, "n"),
-        ("a", {"echo": True}, "echo"),
+        ("a", {"echo": True, "logprobs": 0, "stream": True}, "echo"),
+        ("a", {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ("a", {"prompt_logprobs": 9}, "prompt_logprobs"),
+        ("a", {"prompt_logprobs": -1}, "prompt_logprobs"),
         ("a", {"suffix": "b"}, "suffix"),
         ("a", {"best_of": 2}, "best_of"),
         ("a", {"logprobs": 9}, "logprobs"),

@@ -30,6 +30,7 @@ from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
 CHAT, RESPONSES, COUNT = "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens"
 EMPTY = {"role": "user", "content": ""}
 LONG_TEXT = "a b " * INLINE_CHARACTERS
+LONG_MESSAGE = {"role": "user", "content": LONG_TEXT}
 MANY = [EMPTY] * 300  # too many to run inline by their number, not by their text
 
 
@@ -120,6 +121,7 @@ def threads(monkeypatch):
 SHORT = [
     (CHAT, {"messages": [{"role": "user", "content": "hi"}]}, {"decode_body", "turn_prompt"}),
     (RESPONSES, {"input": "hi"}, {"decode_body", "parse_input", "turn_prompt"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}, {"turn_prompt"}),
     ("/v1/completions", {"prompt": "hi"}, {"decode_body", "encode"}),
     ("/tokenize", {"prompt": "hi", "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
     ("/detokenize", {"tokens": [97]}, {"decode_body", "decode_raw"}),
@@ -128,6 +130,8 @@ LONG = [
     (CHAT, {"messages": [{"role": "user", "content": LONG_TEXT}]}, {"decode_body", "turn_prompt"}),
     (RESPONSES, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_prompt"}),
     (COUNT, {"input": LONG_TEXT}, {"decode_body", "parse_input", "turn_prompt"}),
+    ("/v1/messages", {"messages": [LONG_MESSAGE], "max_tokens": 9}, {"decode_body", "turn_prompt"}),
+    ("/v1/messages/count_tokens", {"messages": [LONG_MESSAGE]}, {"decode_body", "turn_prompt"}),
     ("/v1/completions", {"prompt": LONG_TEXT}, {"decode_body", "encode"}),
     ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
     ("/tokenize", {"messages": MANY}, {"turn_prompt"}),

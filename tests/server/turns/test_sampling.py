@@ -17,7 +17,7 @@ from pensieve_jax.core.sampling_params import (
     sampling_table,
     taken_fields,
 )
-from pensieve_jax.server.anthropic.schemas import MessagesBody, OutputConfig
+from pensieve_jax.server.anthropic.schemas import MessagesBody
 from pensieve_jax.server.http.bodies import Body, decode_body
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.openai.completions import CompletionBody
@@ -211,7 +211,6 @@ ASKED: dict[str, Any] = {
     "structural_tag": "{}",
     "guided_decoding_backend": "outlines",
     "guided_whitespace_pattern": " ",
-    "echo": True,
     "suffix": "x",
     "best_of": 2,
 }
@@ -239,7 +238,7 @@ def test_the_page_names_every_refused_field() -> None:
     names = {name for body in bodies for name in body.UNSUPPORTED} | MISSPELLED.keys()
     assert [name for name in sorted(names) if f"`{name}`" not in page and f".{name}`" not in page] == []
     page += (ROOT / "docs" / "anthropic.md").read_text(encoding="utf-8")
-    names = {*MessagesBody.UNSUPPORTED, *OutputConfig.UNSUPPORTED}
+    names = MessagesBody.UNSUPPORTED.keys()
     assert [name for name in sorted(names) if f"`{name}`" not in page and f".{name}`" not in page] == []
 
 

@@ -1,4 +1,8 @@
-"""Programs of the anthropic package."""
+"""Programs of the anthropic package.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Programs of autogen-agentchat."""
+"""Programs of autogen-agentchat.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

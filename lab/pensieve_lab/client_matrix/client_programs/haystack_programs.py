@@ -1,4 +1,8 @@
-"""Programs of haystack."""
+"""Programs of haystack.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

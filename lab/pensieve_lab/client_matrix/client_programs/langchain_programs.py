@@ -1,4 +1,8 @@
-"""Programs of langchain and langgraph."""
+"""Programs of langchain and langgraph.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Programs of litellm's SDK."""
+"""Programs of litellm's SDK.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

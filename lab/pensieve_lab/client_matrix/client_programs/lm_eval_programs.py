@@ -1,4 +1,8 @@
-"""Programs of lm-eval, on a tiny task in a local file."""
+"""Programs of lm-eval, on a tiny task in a local file.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

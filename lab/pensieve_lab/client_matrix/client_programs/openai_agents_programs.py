@@ -1,4 +1,8 @@
-"""Programs of the openai-agents package."""
+"""Programs of the openai-agents package.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Programs of pydantic-ai."""
+"""Programs of pydantic-ai.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

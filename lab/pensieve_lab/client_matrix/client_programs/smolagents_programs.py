@@ -1,4 +1,8 @@
-"""Programs of smolagents."""
+"""Programs of smolagents.
+
+Owns: its programs.
+Does not know: the server, or how an outcome is recorded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In place of vLLM's `tests/conftest.py`: empty packages for its imports, and a line for each result.
+"""In place of the `conftest.py` of vLLM's tests: empty packages for its imports, and a line for each result.
 
 Owns: the packages that are imported empty, which of their names a test used, and the file of results.
 Does not know: what a test checks.

@@ -1,4 +1,4 @@
-"""In place of vLLM's `tests/utils.py`: a server that runs already.
+"""In place of the `utils.py` of vLLM's tests: a server that runs already.
 
 Owns: the clients of that server.
 Does not know: the tests.

@@ -180,12 +180,12 @@ class CreateResponse(ContextFields, kw_only=True):
         **{name: "Use seed." for name, ours in MISSPELLED.items() if ours == "seed"},
         **dict.fromkeys((*refused_fields(RESPONSES), "n"), "Use /v1/chat/completions."),
         "response_format": "Use text.format.",
-        "structured": "Use text.format.",
         **dict.fromkeys(_FORMS_OF_CHATS, "Use text.format, or /v1/chat/completions."),
         "max_tokens": "Use max_output_tokens.",
         "max_completion_tokens": "Use max_output_tokens.",
         "logprobs": 'Use include: ["message.output_text.logprobs"], and top_logprobs for likely tokens.',
         "return_token_ids": "Use /v1/completions to get token ids.",
+        "echo": "Use /v1/completions.",
     }
 
     store: bool | None = None

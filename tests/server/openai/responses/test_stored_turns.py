@@ -59,6 +59,17 @@ ENDS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_stored_prompt_without_a_reply_is_a_response_with_empty_text(http):
+    asked = {**PROMPT, "store": True, "max_tokens": 0, "echo": True, "logprobs": 0}
+    made = http.post("completions", json=asked).json()
+    assert made["choices"][0]["text"] == PROMPT["prompt"] and made["usage"]["completion_tokens"] == 0
+    stored = http.get(as_response(made)).json()
+    assert stored["status"] == "incomplete" and stored["usage"]["output_tokens"] == 0
+    assert text_of(events_of(http.get(f"{as_response(made)}?stream=true"))) == ""
+    more = {**PROMPT, "previous_response_id": made["id"]}
+    assert http.post("completions", json=more).status_code == 200
+
+
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("route", ROUTES)
 def test_replayed_events_show_the_stored_reply(http, route, end):

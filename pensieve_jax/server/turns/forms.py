@@ -1,0 +1,52 @@
+"""The form of a reply that must call tools, and where a form begins in a reply with reasoning.
+
+Owns: both rules, for every API.
+Does not know: the fields that ask for a form, or how a form becomes masks (`text.grammar`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.core.template_input import TemplateInput
+from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from pensieve_jax.text.tool_grammars import call_grammar
+
+_MAX_IDS_OF_MARK: Final = 32
+"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
+
+
+def form_of_calls(
+    template: TemplateInput, tokenizer: Tokenizer, names: Sequence[str] | None = None
+) -> StructuredOutput:
+    """Return the form of a reply that must call tools.
+
+    Args:
+      template: what its turn is rendered with; its reply must be read for calls.
+      tokenizer: the model's tokenizer.
+      names: the tools that may be called; None for all.
+    """
+    reply = template.reply
+    tools = [tool for tool in template.tools if names is None or tool["function"]["name"] in names]
+    text = call_grammar(TOOL_FORMATS[reply.calls], tools, tokenizer, has_one_call=reply.has_one_call)
+    return StructuredOutput.grammar(text)
+
+
+def behind_reasoning(
+    form: StructuredOutput, template: TemplateInput, prompt_token_ids: Sequence[int], tokenizer: Tokenizer
+) -> StructuredOutput:
+    """Return a form that begins behind the reasoning of a turn's reply.
+
+    The reply has none if the prompt ends with the mark that ends reasoning, as templates write it that are
+    told not to think. Otherwise the prompt or the model itself begins it.
+    """
+    name = template.reply.reasoning
+    mark = REASONING_FORMATS[name].end if name else ""
+    if not mark or template.prefill is not None:
+        return form
+    end = tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
+    return form if end.rstrip().endswith(mark) else replace(form, after=mark)
