@@ -84,7 +84,7 @@ class _Grammar:
         return "\n".join([start, *self._rules]) + "\n"
 
     def _thought(self, reply: ReplyFormat) -> str:
-        """Return the reasoning before calls; "" if there is none, or if messages with headers have it."""
+        """Return the reasoning before calls; "" without any, or if messages with headers have it."""
         row = REASONING_FORMATS[reply.reasoning] if reply.reasoning else None
         if row is None or not row.end:
             return ""

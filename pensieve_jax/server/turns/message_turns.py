@@ -129,7 +129,7 @@ class MessageTurns:
         return resolved.num_context_tokens
 
     def parts(self, index: int, text: str) -> ReplyParts:
-        """Return the parts of a reply's text; a prefill is no part of it."""
+        """Return the parts of a reply's text; a prefill does not count."""
         context = self.contexts[index]
         return added_parts(text, context.template_input, turn=context.node.turn_id)
 

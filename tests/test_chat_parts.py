@@ -1,0 +1,86 @@
+"""`LLM.chat` divides replies into reasoning, content and calls; the model's tokens are given."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve_jax import LLM, SamplingParams
+from pensieve_jax.core.outputs import ToolCall
+from pensieve_jax.text.reply_tokens import ReplyTokens
+from tests.fake_llm import fake_llm
+from tests.server.scripted import marked_tokenizer
+from tests.text.tool_templates import QWEN3, TOOLS
+
+TOKENIZER = marked_tokenizer(QWEN3)
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat"}}\n</tool_call>'
+REPLY = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
+USER = [{"role": "user", "content": "what?"}]
+
+_ACCEPT = ReplyTokens.accept
+
+type Scripted = Callable[..., tuple[LLM, SamplingParams]]
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    """Return a function that makes an LLM whose turns, one at a time, say the given replies."""
+
+    def make(*replies: str, path: Path | None = None) -> tuple[LLM, SamplingParams]:
+        ids = deque(one for reply in replies for one in TOKENIZER.encode(reply, add_bos=False))
+        own_accept = _ACCEPT
+
+        def scripted_accept(self: ReplyTokens, token_id: int, *rest: Any) -> Any:
+            return own_accept(self, ids.popleft(), *rest)
+
+        monkeypatch.setattr(ReplyTokens, "accept", scripted_accept)
+        llm, _ = fake_llm(monkeypatch, tokenizer=TOKENIZER, path=path)
+        num_tokens = [len(TOKENIZER.encode(reply, add_bos=False)) for reply in replies]
+        return llm, SamplingParams(max_tokens=num_tokens[0], ignore_eos=True)
+
+    return make
+
+
+def test_a_chat_has_reasoning_content_and_calls(scripted: Scripted) -> None:
+    llm, params = scripted(REPLY)
+    output = llm.chat(USER, params, tools=TOOLS)
+    assert (output.reasoning, output.text) == ("Hm.", "I look.")
+    (call,) = output.tool_calls
+    assert call == ToolCall(call.call_id, "look_up", '{"word": "cat"}')
+    assert output.usage.reasoning_tokens == len("<think>\nHm.\n") + 1
+
+
+def test_a_stream_has_reasoning_and_content(scripted: Scripted) -> None:
+    llm, params = scripted(REPLY)
+    with llm.stream_chat(USER, params, tools=TOOLS) as stream:
+        deltas = list(stream)
+        assert "".join(delta.reasoning for delta in deltas) == "Hm."
+        assert "".join(delta.text for delta in deltas) == "I look."
+        assert stream.output is not None
+        assert [call.name for call in stream.output.tool_calls] == ["look_up"]
+
+
+def test_a_result_names_the_call_of_the_output_also_after_a_restart(
+    scripted: Scripted, tmp_path: Path
+) -> None:
+    path = tmp_path / "history.sqlite"
+    llm, params = scripted(REPLY, path=path)
+    output = llm.chat(USER, params, tools=TOOLS, conversation_id="a")
+    llm.close()
+    llm, params = scripted(REPLY, path=path)
+    answer = {"role": "tool", "tool_call_id": output.tool_calls[0].call_id, "content": "a pet"}
+    assert llm.chat([answer], params, conversation_id="a").tool_calls[0].call_id != answer["tool_call_id"]
+    llm.close()
+
+
+def test_marks_that_the_detokenizer_loses_are_noticed(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: without shown marks, the test of calls would fail."""
+    monkeypatch.setattr("pensieve_jax.engine.turn.shown_marks", lambda template: ())
+    llm, params = scripted(REPLY)
+    assert llm.chat(USER, params, tools=TOOLS).tool_calls == ()
