@@ -31,11 +31,14 @@ class StructuredOutput:
         in Lark's or GBNF's notation; "" for "json_object".
       after: the text of the mark that ends the reasoning before the reply's form begins; "" if the form
         begins with the reply.
+      opening: the text of the mark with which the reply itself begins its reasoning; a reply that does not
+        begin with it has no reasoning. "" if the reply begins within its reasoning.
     """
 
     kind: Kind
     text: str = ""
     after: str = ""
+    opening: str = ""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
@@ -66,7 +69,7 @@ class StructuredOutput:
         """Raise `InvalidRequestError` for values that no grammar library needs to see."""
         if self.kind not in KINDS:
             raise InvalidRequestError("structured.kind", self.kind, f"one of {', '.join(KINDS)}")
-        for name in ("text", "after"):
+        for name in ("text", "after", "opening"):
             value = getattr(self, name)
             if not isinstance(value, str) or not is_utf8(value):
                 raise InvalidRequestError(f"structured.{name}", value, "a string that UTF-8 can hold")
@@ -75,9 +78,13 @@ class StructuredOutput:
             raise InvalidRequestError(
                 f"structured.{self.kind}", f"{num_bytes} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes"
             )
-        if len(self.after) > MAX_MARK_CHARACTERS:
-            limit = f"at most {MAX_MARK_CHARACTERS} characters"
-            raise InvalidRequestError("structured.after", f"{len(self.after)} characters", limit)
+        for name in ("after", "opening"):
+            length = len(getattr(self, name))
+            if length > MAX_MARK_CHARACTERS:
+                limit = f"at most {MAX_MARK_CHARACTERS} characters"
+                raise InvalidRequestError(f"structured.{name}", f"{length} characters", limit)
+        if self.opening and not self.after:
+            raise InvalidRequestError("structured.opening", self.opening, '"" without `after`')
         _CHECKS[self.kind](self.text)
 
     @property

@@ -124,7 +124,9 @@ class Grammars:
             )
         source = _source(structured)
         if structured.after:
-            source = _behind(structured.after, source, self._mark_id(structured.after))
+            source = _behind(
+                source, self._mark(structured.opening), structured.after, self._mark_id(structured.after)
+            )
         matcher = library.LLMatcher(self._tokens, source, log_level=0)
         if matcher.is_error():
             raise _refusal(structured, matcher.get_error())
@@ -167,6 +169,13 @@ class Grammars:
     @property
     def _num_words(self) -> int:
         return -(-self._vocab_size // _WORD_BITS)
+
+    def _mark(self, mark: str) -> str:
+        """Return a mark in Lark's notation; "" for none."""
+        mark_id = self._mark_id(mark) if mark else None
+        return (
+            f"<[{mark_id}]>" if mark_id is not None else json.dumps(mark, ensure_ascii=False) if mark else ""
+        )
 
     def _mark_id(self, mark: str) -> int | None:
         """Return the id of a mark that is a control token to the library, or None."""
@@ -350,14 +359,18 @@ def _grammars(*parts: dict[str, Any]) -> str:
     return json.dumps({"grammars": parts}, ensure_ascii=False)
 
 
-def _behind(mark: str, source: str, mark_id: int | None) -> str:
-    """Return a grammar that begins behind any text and a mark, and the white space behind that."""
+def _behind(source: str, opening: str, mark: str, mark_id: int | None) -> str:
+    """Return a grammar that begins behind any text and a mark, and the white space behind that.
+
+    With an `opening` in Lark's notation, the text begins with it, or all of this is left out.
+    """
     (body,) = json.loads(source)["grammars"]
     if mark_id is None:
         reasoning = f"reasoning[suffix={json.dumps(mark, ensure_ascii=False)}]: /(.|\\n)*/"
     else:
         reasoning = f"reasoning: thought <[{mark_id}]>\nthought: /(.|\\n)*/"
-    rules = f"start: reasoning space @body\n{reasoning}\nspace: /[ \\t\\r\\n]{{0,16}}/"
+    before = f"({opening} reasoning space)?" if opening else "reasoning space"
+    rules = f"start: {before} @body\n{reasoning}\nspace: /[ \\t\\r\\n]{{0,16}}/"
     return _grammars({"lark_grammar": rules}, {**body, "name": "body"})
 
 

@@ -228,6 +228,20 @@ def test_a_form_behind_reasoning_begins_after_the_mark(mark):
     assert allowed_ids(row) == [EOS]
 
 
+@pytest.mark.parametrize("opening", ["<think>", "<|user|>"])
+def test_a_reply_may_leave_out_reasoning_that_it_begins_itself(opening):
+    """Templates of some models know reasoning, and the models do not reason."""
+    form = StructuredOutput("choice", '["yes","no"]', opening=opening, after="</think>")
+    row, _ = after_text(form, "yes")
+    assert allowed_ids(row) == [EOS]
+    row, _ = after_text(form, f"{opening}\nI am not sure {{}}")
+    assert EOS not in allowed_ids(row) and len(allowed_ids(row)) > 3000
+    row, _ = after_text(form, f"{opening}\nI think so.\n</think>\n\nyes")
+    assert allowed_ids(row) == [EOS]
+    first, _ = after_text(form, "")
+    assert len(allowed_ids(first)) < 20, "no other text"
+
+
 def test_a_mark_that_is_a_control_token_is_its_id():
     tokenizer = load_tokenizer(GOLDEN / "qwen2_decoder")
     mark_id = tokenizer.id_of("<tool_call>")

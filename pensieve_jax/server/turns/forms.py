@@ -42,11 +42,14 @@ def behind_reasoning(
     """Return a form that begins behind the reasoning of a turn's reply.
 
     The reply has none if the prompt ends with the mark that ends reasoning, as templates write it that are
-    told not to think. Otherwise the prompt or the model itself begins it.
+    told not to think. Otherwise the prompt begins it, or the model itself may do so: a template can know the
+    marks of a model that does not think.
     """
     name = template.reply.reasoning
-    mark = REASONING_FORMATS[name].end if name else ""
-    if not mark or template.prefill is not None:
+    row = REASONING_FORMATS[name] if name else None
+    if row is None or not row.end or template.prefill is not None:
         return form
     end = tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
-    return form if end.rstrip().endswith(mark) else replace(form, after=mark)
+    if end.rstrip().endswith(row.end):
+        return form
+    return replace(form, after=row.end, opening="" if template.reply.is_open else row.start)

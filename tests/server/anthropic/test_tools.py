@@ -248,13 +248,13 @@ def test_a_reply_may_have_the_form_of_a_schema(in_config):
     assert form_of(harness) == StructuredOutput.json_schema(SCHEMA)
 
 
-@pytest.mark.parametrize(("kind", "after"), [("adaptive", "</think>"), ("disabled", "")])
-def test_a_form_begins_behind_the_reasoning(kind, after):
+@pytest.mark.parametrize(("kind", "marks"), [("adaptive", ("<think>", "</think>")), ("disabled", ("", ""))])
+def test_a_form_begins_behind_the_reasoning(kind, marks):
     harness = harness_of('{"word": "chunk"}', template=QWEN3)
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
     ask(harness, body_of([ASK], output_config=form, thinking={"type": kind}))
     found = form_of(harness)
-    assert found is not None and found.after == after
+    assert found is not None and (found.opening, found.after) == marks
 
 
 @pytest.mark.parametrize(
