@@ -16,6 +16,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +52,7 @@ _ROOT = Path(__file__).parents[3]
 _BUCKET_STEP = 16
 
 
-def sized_config(row_counts: list[int]) -> EngineConfig:
+def sized_config(row_counts: Sequence[int]) -> EngineConfig:
     """Return the flags' engine with pages and buckets for these batches."""
     refuse_sizes()
     config = engine_config()
@@ -87,7 +88,7 @@ def with_only_end(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     return dataclasses.replace(config, eos_token_ids=(tokenizer.eos_id,))
 
 
-def measure_shares(parts: Assembled, row_counts: list[int], shares: list[int]) -> Figures:
+def measure_shares(parts: Assembled, row_counts: Sequence[int], shares: Sequence[int]) -> Figures:
     """Measure every share of grammar rows, in percent, at every number of rows."""
     engine = parts.engine
     samples: dict[tuple[int, int], list[float]] = {(n, share): [] for n in row_counts for share in shares}
