@@ -86,7 +86,7 @@ def tool_choice(
 def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: ToolChoice) -> TemplateInput:
     """Return the input of a turn with how its calls are read; none are with the choice "none"."""
     if choice.mode == "none":
-        return template_input
+        return replace(template_input, reply=replace(template_input.reply, calls=""))
     return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
 
 
