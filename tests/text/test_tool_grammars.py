@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import ReplyFormat
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.grammar import Grammars
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
@@ -178,3 +180,20 @@ def test_harmony_is_read_with_its_reasoning() -> None:
     parser = ReplyParser(TOOL_FORMATS["harmony"])
     found = parsed_reply([*parser.feed(WRITTEN["harmony"]), *parser.end()])
     assert [(call.name, json.loads(call.arguments)) for call in found.calls] == CALLS[:1]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_engine_compiles_a_grammar_and_allows_what_it_takes(name: str) -> None:
+    row = TOOL_FORMATS[name]
+    tokenizer, _ = tokenizer_of(row, has_control=True)
+    eos_id = tokenizer.eos_id
+    assert eos_id is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (eos_id,))
+    form = StructuredOutput.grammar(call_grammar(row, TOOLS, tokenizer))
+    late_row = grammars.compile(form).row((eos_id,), 0)
+    words = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+    for token_id in (*tokenizer.encode(WRITTEN[name], add_bos=False), eos_id):
+        words[:] = -1
+        late_row.fill(words)
+        assert words.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & 1
+        late_row.accept(token_id)

@@ -86,7 +86,7 @@ def tool_choice(
 def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: ToolChoice) -> TemplateInput:
     """Return the input of a turn with how its calls are read; none are with the choice "none"."""
     if choice.mode == "none":
-        return template_input
+        return replace(template_input, reply=replace(template_input.reply, calls=""))
     return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
 
 
@@ -95,7 +95,7 @@ def with_choice(
 ) -> SamplingParams:
     """Return the parameters of a turn whose calls are those of a choice; raise ApiError 400.
 
-    `template_input` is the turn's own, with how its reply is read.
+    `template_input` is the turn's own. Calls begin behind the reply's reasoning; see `turns.forms`.
     """
     if chat_format is None or chat_format.tool_format is None or not template_input.tools:
         return params
@@ -117,7 +117,6 @@ def with_choice(
             chat_format.tokenizer,
             has_one_call=choice.has_one_call,
             has_text=choice.mode == "auto",
-            reasoning=template_input.reply,
         )
         return replace(params, structured=StructuredOutput.grammar(grammar))
     if choice.has_one_call and row.call_end:

@@ -270,3 +270,15 @@ def test_a_template_without_a_known_format_refuses_tools(path: Path) -> None:
         if expected == 400:
             assert answer["error"]["param"] == "tools" and "--tools=ignore" in answer["error"]["message"]
         server.close()
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+def test_demanded_calls_begin_behind_the_reasoning(path: Path, route: str) -> None:
+    for thinks, after in ((True, "</think>"), (False, "")):
+        server = ScriptedServer(path, [ONE])
+        context = {"messages": [USER]} if route == "chat/completions" else {"input": "what?"}
+        tools = TOOLS if route == "chat/completions" else FLAT
+        kwargs = {"enable_thinking": thinks}
+        send(server, route, **context, tools=tools, tool_choice="required", chat_template_kwargs=kwargs)
+        assert server.engine.turns[0].spec.params.structured.after == after
+        server.close()

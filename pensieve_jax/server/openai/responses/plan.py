@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
@@ -21,6 +22,7 @@ from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
+from pensieve_jax.server.turns.forms import behind_reasoning
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
 from pensieve_jax.server.turns.tool_choice import with_choice
@@ -105,7 +107,13 @@ class ResponsePlan:
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
             structured=self._form,
         )
-        return with_choice(params, resolved.template_input, body.choice(), services.chat_format)
+        params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
+        if params.structured is None or services.tokenizer is None:
+            return params
+        form = behind_reasoning(
+            params.structured, resolved.template_input, resolved.prompt_token_ids, services.tokenizer
+        )
+        return replace(params, structured=form)
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
         conversation = self.context.conversation
