@@ -35,6 +35,7 @@ from pensieve_jax import (
     SchedulerConfig,
     StructuredOutput,
 )
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
@@ -206,13 +207,14 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("bench", None, "Bare repository of guidance-ai/jsonschemabench.", required=True)
+    flags.DEFINE_string("bench", None, "Bare repository of guidance-ai/jsonschemabench.")
     flags.DEFINE_list("models", ["chat", "random:llama-tiny"], "Models to check.")
     flags.DEFINE_integer("num_schemas", 1000, "Schemas that compile, for each model.", lower_bound=1)
     flags.DEFINE_integer("num_conversations", 12, "Conversations of a round.", lower_bound=1)
     flags.DEFINE_integer("max_tokens", 160, "Limit of a reply.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Seed of the schemas and of the replies.")
     define_document_flag()
+    require("bench")
 
 
 if __name__ == "__main__":
