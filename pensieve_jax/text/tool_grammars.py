@@ -3,8 +3,8 @@
 Owns: one grammar for each row of `tool_formats`, with the tools' names and the schemas of their arguments.
 Does not know: the grammar library, masks, which requests demand calls, or the reasoning before them.
 
-A mark that the tokenizer has as a control token is that token, by its id. Any other mark is text. The schemas
-of arguments stand in the grammar as they are, so what the library does not hold is refused with them.
+A mark that was added to the vocabulary as a token is that token, by its id. Any other mark is text. The
+schemas of arguments stand in the grammar as they are, so what the library does not hold is refused with them.
 """
 
 from __future__ import annotations
@@ -92,10 +92,12 @@ class _Grammar:
         return "", "", ""
 
     def _mark(self, mark: str) -> str:
-        """Return a mark as the grammar writes it: a control token by its id, or text."""
-        for token_id in self._tokenizer.control_ids([mark]):
-            return f"<[{token_id}]>"
-        return json.dumps(mark, ensure_ascii=False)
+        """Return a mark as the grammar writes it: an added token by its id, or text.
+
+        To the library, added tokens such as <tool_call> are no text, even if the tokenizer says so.
+        """
+        token_id = self._tokenizer.added_id(mark)
+        return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def _is_control(self, mark: str) -> bool:
         return bool(self._tokenizer.control_ids([mark]))

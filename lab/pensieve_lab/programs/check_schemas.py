@@ -5,9 +5,10 @@
 
 The program draws schemas by `--seed` and asks a model for a reply with each that compiles, at temperature 1,
 in a cache so small that turns are suspended, and chunks are evicted and copied to host memory and back. A
-round has several conversations; each has a second turn and a fork of it with another schema. In between, the
-engine is closed and opened again on the same history. Replies are checked by `jsonschema`, an independent
-validator. The exit status is 1 if a reply is invalid; replies that the token limit cut are counted.
+round has several conversations, a fork of each with another schema, and a second turn of those of the round
+before. In between, the engine is closed and opened again on the same history. Replies are checked by
+`jsonschema`, an independent validator. The exit status is 1 if a reply is invalid. Replies that the token
+limit cut are counted.
 """
 
 from __future__ import annotations
@@ -179,6 +180,8 @@ def check_model(model: str) -> dict[str, Any]:
                 for name, fork in zip(ids, forks, strict=True):
                     llm.fork(name, fork)
                 check.run(llm, first[::-1], forks)
+                if number:  # conversations of the round before return, whose chunks were evicted
+                    check.run(llm, first, [f"{number - 1}-{i}" for i in range(len(first))])
         finally:
             llm.close()
     return {
