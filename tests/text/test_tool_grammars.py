@@ -13,9 +13,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from pensieve_jax.core.structured import StructuredOutput
-from pensieve_jax.core.template_input import ReplyFormat
 from pensieve_jax.text import Tokenizer
-from pensieve_jax.text.grammar import Grammars
+from pensieve_jax.text.grammar import Grammar, Grammars
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
@@ -134,14 +133,28 @@ def test_reasoning_may_come_before_calls(name: str, has_control: bool) -> None:
     row = TOOL_FORMATS[name]
     tokenizer, library = tokenizer_of(row, has_control=has_control, others=("<think>", "</think>"))
     written = WRITTEN[name] if has_control else WRITTEN[name].replace("[ARGS]", "")
+    grammars = Grammars(tokenizer, library.vocab_size, [tokenizer.eos_id])
     for is_open in (True, False):
-        reply = ReplyFormat(name, "think", is_open=is_open)
-        grammar = call_grammar(row, TOOLS, tokenizer, reasoning=reply)
-        thought = "" if is_open else "<think>"
-        assert takes(tokenizer, library, grammar, f"{thought}\nhm, <b> [x]\n</think>\n\n{written}")
-        assert takes(tokenizer, library, grammar, written) == (not is_open)
-        assert not takes(tokenizer, library, grammar, f"{thought}hm")
-        assert not takes(tokenizer, library, grammar, f"{thought}hm</think>\nHello.")
+        opening = "" if is_open else "<think>"
+        text = call_grammar(row, TOOLS, tokenizer)
+        grammar = grammars.compile(StructuredOutput("grammar", text, after="</think>", opening=opening))
+        assert may_end(grammar, tokenizer, f"{opening}\nhm, <b> [x]\n</think>\n\n{written}")
+        assert may_end(grammar, tokenizer, written) == (not is_open)
+        assert not may_end(grammar, tokenizer, f"{opening}hm")
+        assert not may_end(grammar, tokenizer, f"{opening}hm</think>\nHello.")
+
+
+def may_end(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Return whether a reply with this text may end."""
+    assert tokenizer.eos_id is not None
+    row = grammar.row([tokenizer.eos_id], 0)
+    for token_id in [*tokenizer.encode(text, add_bos=False), tokenizer.eos_id]:
+        words = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
+        row.fill(words)
+        if not np.unpackbits(words.view(np.uint8), bitorder="little")[token_id]:
+            return False
+        row.accept(token_id)
+    return True
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

@@ -120,7 +120,7 @@ def template_input(
         if given.arguments.setdefault(name, value) != value:
             sentence = f"{effort_field} and chat_template_kwargs.{name} contradict each other; give only one."
             raise invalid_value(effort_field, sentence)
-    return chat_format.with_calls(given)
+    return given
 
 
 def _effort_arguments(chat_format: ChatFormat, effort: str | None, field: str) -> dict[str, Any]:
