@@ -7,9 +7,9 @@ warpgroup fetches blocks of x and w through the tensor memory accelerator (TMA) 
 the others multiply, 64 rows each. No sum is split among programs. So nothing is added afterwards, and the
 order of a sum is the same for any number of rows.
 
-A piece of shared memory has eight rows, and a copy has whole pieces. Fewer than eight rows of x are extended
-with zeros first. Rows of shared memory after the last of x are not written. They do not affect the result: no
-row of a product reads another row, and these rows are not stored.
+Only existing rows of x are copied, since the TMA takes longer to fill rows with zeros than to copy them. Up
+to seven rows after the last are zeros; later rows are whatever is in shared memory. Neither affects the
+result: no row of a product reads another row, and these rows are not stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
 class Product(NamedTuple):
     """Static parameters of a compiled kernel."""
 
-    num_rows: int  # a multiple of PIECE_ROWS
+    num_rows: int
     depth: int
     width: int
     gated: bool
@@ -50,6 +50,11 @@ class Product(NamedTuple):
     def tile_rows(self) -> int:
         """Rows of x in shared memory; see `tiles.tile_rows`."""
         return tile_rows(self.num_rows)
+
+    @property
+    def fetched_rows(self) -> int:
+        """Rows of x that are copied."""
+        return -(-self.num_rows // PIECE_ROWS) * PIECE_ROWS
 
     @property
     def num_warpgroups(self) -> int:
@@ -74,7 +79,7 @@ class Product(NamedTuple):
     @property
     def stored_rows(self) -> int:
         """Rows that a warpgroup stores. The end of the result cuts off surplus rows of a second warpgroup."""
-        return min(_WARPGROUP_ROWS, self.num_rows)
+        return min(_WARPGROUP_ROWS, self.fetched_rows)
 
 
 class _Refs(NamedTuple):
@@ -106,11 +111,9 @@ def mosaic_decode_matmul(
     """See `api.decode_matmul`; arguments are already checked."""
     num_rows, depth = x.shape
     width = w.shape[1] // (1 + gated)
-    # TMA could fill the missing rows of a copy, but JAX 0.12 refuses a slice past the end of an array.
-    x = jnp.pad(x, ((0, -num_rows % PIECE_ROWS), (0, 0)))
-    product = Product(x.shape[0], depth, width, gated, bias is not None, relu, tile, interpret)
+    product = Product(num_rows, depth, width, gated, bias is not None, relu, tile, interpret)
     result: jax.Array = _kernel_of(product)(x, w, *(() if bias is None else (bias,)))
-    return result[:num_rows]
+    return result
 
 
 @functools.cache
@@ -169,7 +172,7 @@ def _kernel(*args: Any, product: Product, **scratch: Any) -> None:
 def _fetch(product: Product, refs: _Refs, column: Any) -> None:
     """Copy the blocks of x and of the program's columns as stages become free."""
     tile, num_blocks = product.tile, product.num_blocks
-    rows = pl.ds(0, product.num_rows)
+    rows = pl.ds(0, product.fetched_rows)
     if product.has_bias:
         bias = refs.bias.at[pl.ds(column, tile.columns)]
         plgpu.copy_gmem_to_smem(bias, refs.bias_block, refs.bias_ready)

@@ -65,7 +65,10 @@ _PREFERRED = {  # by whether it is gated, and whether one warpgroup has all rows
 
 
 def tile_rows(num_rows: int) -> int:
-    """Return the rows of x in shared memory, 64 or 128. Those after the last have arbitrary contents."""
+    """Return the rows of x in shared memory, 64 or 128.
+
+    Up to seven rows after the last one of x are zeros; the contents of the others are arbitrary.
+    """
     return next(rows for rows in ROWS if rows >= num_rows)
 
 

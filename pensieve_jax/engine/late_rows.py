@@ -8,7 +8,7 @@ Called by the engine, which chooses a step's ids later if a row's mask needs an 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -94,10 +94,12 @@ class LateRows:
 
     Attributes:
       failed: turns whose row could not continue, with the error; the caller ends them and removes them here.
+      now_s: the clock, in seconds; a test has its own.
     """
 
     def __init__(self, vocab_size: int) -> None:
         """Start without rows, for a model of `vocab_size` ids."""
+        self.now_s: Callable[[], float] = time.thread_time
         self.failed: dict[Request, PensieveError] = {}
         self._num_words = -(-vocab_size // WORD_BITS)
         self._rows: dict[Request, _TimedRow] = {}
@@ -134,10 +136,10 @@ class LateRows:
             timed = self._rows.get(grant.request)
             if timed is None or not is_real:
                 continue
-            began_s = time.thread_time()
+            began_s = self.now_s()
             try:
                 timed.row.accept(token_id)
-                timed.accept_s = time.thread_time() - began_s
+                timed.accept_s = self.now_s() - began_s
             except PensieveError as error:
                 self._fail(grant.request, error)
 
@@ -155,7 +157,7 @@ class LateRows:
             return None
         words = np.full((num_rows, self._num_words), ALL_IDS, np.int32)
         is_masked = False
-        deadline_s = time.thread_time() + MAX_STEP_S
+        deadline_s = self.now_s() + MAX_STEP_S
         for number, request, timed in sorted(found, key=lambda one: one[2].last_s):
             try:
                 is_masked |= self._fill(timed, words[number], deadline_s)
@@ -166,11 +168,11 @@ class LateRows:
 
     def _fill(self, timed: _TimedRow, words: np.ndarray, deadline_s: float) -> bool:
         """Fill the mask of one row and count its time; return whether it masks anything."""
-        began_s = time.thread_time()
+        began_s = self.now_s()
         if began_s > deadline_s and timed.last_s > SLOW_S:
             raise GrammarFailedError(f"the masks of a step took more than {1e3 * MAX_STEP_S:.0f} ms")
         is_masked = timed.row.fill(words)
-        timed.last_s = timed.accept_s + time.thread_time() - began_s
+        timed.last_s = timed.accept_s + self.now_s() - began_s
         timed.seconds += timed.last_s
         timed.num_masks += 1
         if timed.seconds > ROW_S + ROW_TOKEN_S * timed.num_masks:

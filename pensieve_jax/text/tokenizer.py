@@ -110,6 +110,11 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
+    def added_id(self, token: str) -> int | None:
+        """Return the id of a token that was added to the vocabulary, as a control token or not, or None."""
+        token_id = self.id_of(token)
+        return token_id if token_id in self._backend.get_added_tokens_decoder() else None
+
     @cached_property
     def vocab_size(self) -> int:
         """The highest id plus one. A model may have more rows than that, or lack those of added tokens."""

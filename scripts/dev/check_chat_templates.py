@@ -27,6 +27,7 @@ from absl import flags
 from tokenizers import decoders, models, pre_tokenizers
 from tqdm import tqdm
 
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.core.errors import ChatTemplateError
 from pensieve_jax.text import ChatFormat, EarlierTurn, Tokenizer
@@ -82,8 +83,9 @@ class Found(NamedTuple):
 
 def define_flags() -> None:
     """Define the command-line flags."""
-    flags.DEFINE_string("templates", None, "Directory of templates.", required=True)
+    flags.DEFINE_string("templates", None, "Directory of templates.")
     flags.DEFINE_string("json", None, "File for the results of every template and case.")
+    require("templates")
 
 
 def main() -> int:

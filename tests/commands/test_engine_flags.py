@@ -78,7 +78,7 @@ def test_every_field_has_a_flag_with_its_help_and_default(config):
 
 
 NOT_THE_DEFAULTS = {
-    EngineConfig: {"stateful": False},
+    EngineConfig: {"stateful": False, "tool_call_parser": "hermes", "reasoning_parser": "think"},
     CacheConfig: {
         **{"gpu_pages": 40, "gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
         **{

@@ -149,10 +149,12 @@ def test_an_invalid_line_runs_nothing_and_changes_nothing(launch, llm, tmp_path,
 
 def test_a_first_turn_that_the_template_refuses_changes_nothing(launch, llm, tmp_path, capsys, monkeypatch):
     """Once, it was refused when it ran, after the output had been emptied."""
-    template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
     template += "{{ m.content }}{% endfor %}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-    path = write_input(tmp_path, {"turns": [{"messages": [{"role": "tool", "content": "x"}]}]})
+    path = write_input(tmp_path, {"turns": [{"messages": [{"role": "system", "content": "x"}]}]})
     output = tmp_path / "out.jsonl"
     output.write_text("precious\n")
     assert launch("generate", input=path, output=output) == 2
@@ -165,10 +167,10 @@ def test_too_many_logprobs_change_nothing(launch, tmp_path, monkeypatch, capsys)
     output.write_text("precious\n")
     path = write_input(tmp_path, *three("logprobs"))
     message = refusal(launch, monkeypatch, input=path, output=output, logprobs=99)
-    assert message == "--logprobs is 99, but must be at most 8; raise --max_logprobs."
-    path = write_input(tmp_path, {"turns": [{"prompt": "x", "logprobs": 9}]})
+    assert message == "--logprobs is 99, but must be at most 20; raise --max_logprobs."
+    path = write_input(tmp_path, {"turns": [{"prompt": "x", "logprobs": 21}]})
     assert launch("generate", shared_llm=False, input=path, output=output) == 2
-    assert "logprobs is 9, but must be at most 8; raise --max_logprobs." in capsys.readouterr().err
+    assert "logprobs is 21, but must be at most 20; raise --max_logprobs." in capsys.readouterr().err
     assert output.read_text() == "precious\n"
 
 

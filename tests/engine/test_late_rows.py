@@ -241,11 +241,11 @@ class Slow(Residues):
         return super().fill(words)
 
 
-def test_slow_rows_fail_before_they_delay_a_step_for_long(monkeypatch):
+def test_slow_rows_fail_before_they_delay_a_step_for_long():
     """Quick rows go first; slow ones fail where the step's time or their own is used up."""
     clock = [0.0]
-    monkeypatch.setattr("pensieve_jax.engine.late_rows.time.thread_time", lambda: clock[0])
     harness = Harness()
+    harness.engine._late_rows.now_s = lambda: clock[0]
     slow = [submitted(harness, f"s{i}", Slow(clock, 0.02), seed=i)[0] for i in range(5)]
     quick, facts = submitted(harness, "q", Slow(clock, 0.0005), seed=9)
     begins = []

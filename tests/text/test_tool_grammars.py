@@ -9,19 +9,22 @@ import llguidance
 import llguidance.numpy as llguidance_numpy
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from pensieve_jax.core.template_input import ReplyFormat
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.grammar import Grammar, Grammars
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
-from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
+from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 from pensieve_jax.text.tool_grammars import call_grammar
 from pensieve_jax.text.tools import check_tools
 from tests.seeds import new_seed
 from tests.text.tokenizer_zoo import byte_level_backend
 
 EOS = "<|eos|>"
+THINK = REASONING_FORMATS["think"]
 TOOLS = check_tools(
     [
         {
@@ -130,14 +133,28 @@ def test_reasoning_may_come_before_calls(name: str, has_control: bool) -> None:
     row = TOOL_FORMATS[name]
     tokenizer, library = tokenizer_of(row, has_control=has_control, others=("<think>", "</think>"))
     written = WRITTEN[name] if has_control else WRITTEN[name].replace("[ARGS]", "")
+    grammars = Grammars(tokenizer, library.vocab_size, [tokenizer.eos_id])
     for is_open in (True, False):
-        reply = ReplyFormat(name, "think", is_open=is_open)
-        grammar = call_grammar(row, TOOLS, tokenizer, reasoning=reply)
-        thought = "" if is_open else "<think>"
-        assert takes(tokenizer, library, grammar, f"{thought}\nhm, <b> [x]\n</think>\n\n{written}")
-        assert takes(tokenizer, library, grammar, written) == (not is_open)
-        assert not takes(tokenizer, library, grammar, f"{thought}hm")
-        assert not takes(tokenizer, library, grammar, f"{thought}hm</think>\nHello.")
+        opening = "" if is_open else "<think>"
+        text = call_grammar(row, TOOLS, tokenizer)
+        grammar = grammars.compile(StructuredOutput("grammar", text, after="</think>", opening=opening))
+        assert may_end(grammar, tokenizer, f"{opening}\nhm, <b> [x]\n</think>\n\n{written}")
+        assert may_end(grammar, tokenizer, written) == (not is_open)
+        assert not may_end(grammar, tokenizer, f"{opening}hm")
+        assert not may_end(grammar, tokenizer, f"{opening}hm</think>\nHello.")
+
+
+def may_end(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Return whether a reply with this text may end."""
+    assert tokenizer.eos_id is not None
+    row = grammar.row([tokenizer.eos_id], 0)
+    for token_id in [*tokenizer.encode(text, add_bos=False), tokenizer.eos_id]:
+        words = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
+        row.fill(words)
+        if not np.unpackbits(words.view(np.uint8), bitorder="little")[token_id]:
+            return False
+        row.accept(token_id)
+    return True
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -178,3 +195,34 @@ def test_harmony_is_read_with_its_reasoning() -> None:
     parser = ReplyParser(TOOL_FORMATS["harmony"])
     found = parsed_reply([*parser.feed(WRITTEN["harmony"]), *parser.end()])
     assert [(call.name, json.loads(call.arguments)) for call in found.calls] == CALLS[:1]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_the_engine_compiles_a_grammar_and_allows_what_it_takes(name: str) -> None:
+    row = TOOL_FORMATS[name]
+    tokenizer, _ = tokenizer_of(row, has_control=True)
+    eos_id = tokenizer.eos_id
+    assert eos_id is not None
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (eos_id,))
+    form = StructuredOutput.grammar(call_grammar(row, TOOLS, tokenizer))
+    late_row = grammars.compile(form).row((eos_id,), 0)
+    words = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
+    for token_id in (*tokenizer.encode(WRITTEN[name], add_bos=False), eos_id):
+        words[:] = -1
+        late_row.fill(words)
+        assert words.view(np.uint32)[token_id // 32] >> np.uint32(token_id % 32) & 1
+        late_row.accept(token_id)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_xml"])
+def test_a_mark_may_be_an_added_token_that_is_not_a_control_token(name: str) -> None:
+    """The tokenizers of the Qwen families have such marks; the library takes them for control tokens."""
+    row = TOOL_FORMATS[name]
+    backend = byte_level_backend(("<s>", "</s>", EOS))
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in (*row.marks, *THINK.marks)])
+    tokenizer = Tokenizer(backend, eos_token=EOS)
+    library = llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
+    assert not tokenizer.control_ids(row.marks)
+    grammar = call_grammar(row, TOOLS, tokenizer)
+    assert takes(tokenizer, library, grammar, WRITTEN[name])
+    assert not takes(tokenizer, library, grammar, WRITTEN[name].replace("city", "town"))

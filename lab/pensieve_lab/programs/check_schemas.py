@@ -5,9 +5,10 @@
 
 The program draws schemas by `--seed` and asks a model for a reply with each that compiles, at temperature 1,
 in a cache so small that turns are suspended, and chunks are evicted and copied to host memory and back. A
-round has several conversations; each has a second turn and a fork of it with another schema. In between, the
-engine is closed and opened again on the same history. Replies are checked by `jsonschema`, an independent
-validator. The exit status is 1 if a reply is invalid; replies that the token limit cut are counted.
+round has several conversations, a fork of each with another schema, and a second turn of those of the round
+before. In between, the engine is closed and opened again on the same history. Replies are checked by
+`jsonschema`, an independent validator. The exit status is 1 if a reply is invalid. Replies that the token
+limit cut are counted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pensieve_jax import (
     SchedulerConfig,
     StructuredOutput,
 )
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
@@ -178,6 +180,8 @@ def check_model(model: str) -> dict[str, Any]:
                 for name, fork in zip(ids, forks, strict=True):
                     llm.fork(name, fork)
                 check.run(llm, first[::-1], forks)
+                if number:  # conversations of the round before return, whose chunks were evicted
+                    check.run(llm, first, [f"{number - 1}-{i}" for i in range(len(first))])
         finally:
             llm.close()
     return {
@@ -203,13 +207,14 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("bench", None, "Bare repository of guidance-ai/jsonschemabench.", required=True)
+    flags.DEFINE_string("bench", None, "Bare repository of guidance-ai/jsonschemabench.")
     flags.DEFINE_list("models", ["chat", "random:llama-tiny"], "Models to check.")
     flags.DEFINE_integer("num_schemas", 1000, "Schemas that compile, for each model.", lower_bound=1)
     flags.DEFINE_integer("num_conversations", 12, "Conversations of a round.", lower_bound=1)
     flags.DEFINE_integer("max_tokens", 160, "Limit of a reply.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Seed of the schemas and of the replies.")
     define_document_flag()
+    require("bench")
 
 
 if __name__ == "__main__":

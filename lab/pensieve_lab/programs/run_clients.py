@@ -24,6 +24,7 @@ from absl import flags
 from tqdm import tqdm
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.model_source import DEFAULT_MODEL, resolve_model
@@ -150,9 +151,7 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string(
-        "directory", None, "Directory of the clients' environments; it is made.", required=True
-    )
+    flags.DEFINE_string("directory", None, "Directory of the clients' environments; it is made.")
     flags.DEFINE_list("clients", [], "Names of clients; default: all.")
     flags.DEFINE_list("servers", [_SCRIPTED], "Servers to start: scripted, chat, or both.")
     flags.DEFINE_string("url", None, "Address of a running server; default: start those of --servers.")
@@ -163,6 +162,7 @@ def define_flags() -> None:
     flags.DEFINE_float("install_s", 600.0, "Seconds that one installation may take.", lower_bound=1.0)
     flags.DEFINE_string("markdown", None, "File for the tables.")
     define_document_flag()
+    require("directory")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any, Final
 from absl import flags
 from tqdm import tqdm
 
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_lab.client_matrix.environments import Environments
@@ -141,8 +142,8 @@ def main() -> int:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("sdist", None, "Unpacked source distribution of vLLM.", required=True)
-    flags.DEFINE_string("directory", None, "Directory of the tests' environment; it is made.", required=True)
+    flags.DEFINE_string("sdist", None, "Unpacked source distribution of vLLM.")
+    flags.DEFINE_string("directory", None, "Directory of the tests' environment; it is made.")
     flags.DEFINE_string("url", None, "Address of a running server; default: start one with a scripted model.")
     flags.DEFINE_string("model_name", "chat", "Name of the model at --url.")
     flags.DEFINE_string("tokenizer", None, "Directory of the tokenizer of the model at --url.")
@@ -152,6 +153,7 @@ def define_flags() -> None:
     flags.DEFINE_float("install_s", 600.0, "Seconds that the installation may take.", lower_bound=1.0)
     flags.DEFINE_string("markdown", None, "File for the table of tests that did not pass.")
     define_document_flag()
+    require("sdist", "directory")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pensieve_jax.server.anthropic.reply import (
     usage_of,
 )
 from pensieve_jax.server.anthropic.schemas import ContextFields, CountTokensBody, MessagesBody
-from pensieve_jax.server.anthropic.template import asked_form, ignores_effort, template_input_of
+from pensieve_jax.server.anthropic.template import asked_form, choice_of, ignores_effort, template_input_of
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
@@ -43,6 +43,7 @@ from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import sampling_params
+from pensieve_jax.server.turns.tool_choice import FIELDS, with_choice
 from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text.grammar import check_grammar
 from pensieve_jax.text.replies import call_id, new_parser
@@ -113,10 +114,10 @@ class MessageContext:
             call.notes.ignored_fields += ("output_config.effort",)
         self._context = context
         try:
-            template_input = template_input_of(body, context, chat_format)
+            self._choice = choice_of(body, context)
+            template_input = template_input_of(body, context, chat_format, self._choice)
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
-        self._template_input = template_input
         self._turns = MessageTurns(call, context.messages, template_input=template_input, paths=context.paths)
 
     async def num_tokens(self) -> int:
@@ -147,10 +148,10 @@ class NewMessage(MessageContext):
         self._wait = call.unless_gone
         self._request_id = call.notes.request_id
         try:
-            asked = asked_form(body, self._template_input, self._services.tokenizer)
+            self._form, fields = asked_form(body)
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
-        self._form, self._form_fields = asked
+        self._form_fields = fields or FIELDS
         self._owner = call.owner
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
@@ -216,7 +217,9 @@ class NewMessage(MessageContext):
         body = self._body
         given = {name: getattr(body, name) for name in taken_fields(MESSAGES)} | {"stop": body.stop_sequences}
         params = sampling_params(self._services.defaults, given, max_tokens=body.max_tokens)
-        return [replace(params, structured=self._form)]
+        params = replace(params, structured=self._form)
+        template = self._turns.contexts[0].template_input
+        return [with_choice(params, template, self._choice, self._services.chat_format)]
 
     def _parser(self) -> ReplyParser:
         return new_parser(self._turns.contexts[0].template_input)
@@ -226,7 +229,8 @@ class NewMessage(MessageContext):
         return call_id(context.node.turn_id, index, row=context.template_input.reply.calls, header=header)
 
     def _ending(self, output: Output, parser: ReplyParser) -> dict[str, Any]:
-        return ending_of(output, self._body.max_tokens, calls_tools=parser.num_calls > 0)
+        stop = self._body.stop_sequences or ()
+        return ending_of(output, self._body.max_tokens, stop, calls_tools=parser.num_calls > 0)
 
     def _object(
         self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]

@@ -214,7 +214,6 @@ class MessagesBody(ContextFields, kw_only=True):
             (*refused_fields(MESSAGES), "n", "logprobs", "top_logprobs"), "Use /v1/chat/completions."
         ),
         **dict.fromkeys(("stop", "stop_strings"), "Use stop_sequences."),
-        "structured": "Use output_config.format.",
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "Use max_tokens."),
         "store": "Start the server with --chat_history=durable, or use /v1/chat/completions.",
     }

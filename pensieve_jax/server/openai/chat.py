@@ -62,7 +62,7 @@ class ChatCompletion:
 
     def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
-        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **FIELDS, **asked.fields}
+        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **(asked.fields or FIELDS)}
         self._form = asked.form
         self._services = call.services
         self._body = body

@@ -1,6 +1,7 @@
 """Structured output of requests: the fields that ask for it, and the form of the reply that they mean.
 
-Owns: the fields of each route, the checks of a form that need no model, and which field an error is about.
+Owns: the fields of each route, the checks of a form that need no model, which field an error is about, and
+where the form begins in a reply with reasoning.
 Does not know: how masks are made, or how replies are written.
 """
 
@@ -8,19 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 
 from pensieve_jax.core.errors import GrammarTooComplexError, InvalidRequestError, UnsupportedGrammarError
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.workers import run_cpu
+from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import check_grammar
+from pensieve_jax.text.tool_formats import REASONING_FORMATS
 
 _MAX_CHECKED: Final = 256
+_MAX_IDS_OF_MARK: Final = 32
+"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
 
 
 class JsonSchemaFormat(Body):
@@ -122,6 +130,29 @@ async def asked_text_format(call: HttpRequest, text_format: TextFormat | None) -
         return AskedForm()
     kind, schema, is_loose = text_format.type, text_format.schema, text_format.strict is False
     return await _checked(call, _format_wishes(kind, schema, "text.format", "text.format.schema", is_loose))
+
+
+def behind_reasoning(
+    params: SamplingParams, context: ResolvedContext, tokenizer: Tokenizer | None
+) -> SamplingParams:
+    """Return the parameters of a turn whose form, if it has one, begins behind the reply's reasoning.
+
+    The reply has none if the prompt ends with the mark that ends reasoning, as templates write it that are
+    told not to think. Otherwise the prompt begins it, or the model itself may do so: a template can know the
+    marks of a model that does not think.
+    """
+    form, template = params.structured, context.template_input
+    if form is None or tokenizer is None:
+        return params
+    name = template.reply.reasoning
+    row = REASONING_FORMATS[name] if name else None
+    if row is None or not row.end or template.prefill is not None:
+        return params
+    end = tokenizer.decode_raw(context.prompt_token_ids[-_MAX_IDS_OF_MARK:])
+    if end.rstrip().endswith(row.end):
+        return params
+    form = replace(form, after=row.end, opening="" if template.reply.is_open else row.start)
+    return replace(params, structured=form)
 
 
 async def _checked(call: HttpRequest, wishes: list[_Wish]) -> AskedForm:

@@ -62,8 +62,12 @@ def test_a_prompt_of_several_turns_is_sent_once() -> None:
     turns = [sent_spec(number, spec) for number, spec in enumerate(specs)]
     turns += [sent_prompt(6, None, params, None), sent_prompt(7, None, params, None)]
     message = submission(turns)
-    once = len(FrameWriter().frame(submission(turns[:1])))
-    assert len(FrameWriter().frame(message)) < 3 * once + 8 * 100
+    without_prompts = submission([sent_prompt(number, None, params, None) for number in range(len(turns))])
+    num_bytes = len(FrameWriter().frame(message)) - len(FrameWriter().frame(without_prompts))
+    num_prompt_bytes = len(FrameWriter().frame(long))
+    assert num_bytes < 3.5 * num_prompt_bytes, (
+        "the prompts alone: sent again behind the short one, and as a copy"
+    )
     found = submitted(round_trip(message))
     assert [turn.prompt for turn in found] == [turn.prompt for turn in turns]
     assert [turn.number for turn in found] == list(range(8))

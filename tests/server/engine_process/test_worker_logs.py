@@ -24,8 +24,11 @@ from pensieve_jax.server.engine_process import engine_server, worker
 def fail(*_):
     raise RuntimeError({SECRET!r})
 
+class Engine:
+    grammars = None
+
 class Parts:
-    engine = tokenizer = None
+    engine, tokenizer = Engine, None
 
 class Server:
     def __init__(self, *_, **more):

@@ -12,7 +12,7 @@ import pytest
 from tests.server.fakes import ask
 from tests.server.openai.test_reasoning import events_of
 from tests.server.scripted import ScriptedServer
-from tests.text.tool_templates import HERMES
+from tests.text.tool_templates import HERMES, QWEN3
 
 NAMES = ("look_up", "add", "now")
 PARAMETERS = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -212,6 +212,26 @@ def test_the_choice_of_tools_decides_the_form_of_a_reply(path: Path) -> None:
         assert [tool["function"]["name"] for tool in spec.template_input.tools] == list(NAMES)
     spec = params_of(path, tool_choice="none")
     assert (spec.params.bad_words, spec.template_input.reply.calls) == (("<tool_call>",), "")
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}),
+        ("chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}),
+        ("responses", {"input": "what?", "tools": FLAT, "tool_choice": "required"}),
+        ("responses", {"input": "what?", "text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_a_form_begins_behind_the_reasoning(path: Path, route: str, fields: Any) -> None:
+    server = ScriptedServer(path, [ONE] * 2, QWEN3)
+    send(server, route, **fields)
+    form = server.engine.turns[0].spec.params.structured
+    assert (form.opening, form.after) == ("<think>", "</think>")
+    send(server, route, **fields, chat_template_kwargs={"enable_thinking": False})
+    form = server.engine.turns[1].spec.params.structured
+    assert (form.opening, form.after) == ("", ""), "the prompt ends it"
+    server.close()
 
 
 def test_a_reply_ends_behind_one_call_without_parallel_calls(path: Path) -> None:

@@ -23,6 +23,7 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.structured import behind_reasoning
 from pensieve_jax.server.turns.tool_choice import with_choice
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
@@ -105,7 +106,8 @@ class ResponsePlan:
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
             structured=self._form,
         )
-        return with_choice(params, resolved.template_input, body.choice(), services.chat_format)
+        params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
+        return behind_reasoning(params, resolved, services.tokenizer)
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
         conversation = self.context.conversation
