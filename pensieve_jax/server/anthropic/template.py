@@ -6,22 +6,20 @@ Does not know: how blocks become messages (`anthropic.context`), or how template
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.anthropic.context import Context
 from pensieve_jax.server.anthropic.schemas import ContextFields, MessagesBody
-from pensieve_jax.server.http.errors import ApiError, renamed_fields
+from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.request import HttpRequest
+from pensieve_jax.server.turns.structured import AskedForm, asked_schema
 from pensieve_jax.server.turns.template import template_input
 from pensieve_jax.server.turns.tool_choice import ToolChoice, checked_choice, with_calls
 from pensieve_jax.text import ChatFormat, check_tools
 
 _THINKING: Final = ("enable_thinking", "thinking")
 """Names of the variable by which templates switch reasoning on."""
-_EFFORT: Final = "reasoning_effort"
 _STRONGEST: Final = "high"
 """The strongest effort that templates know."""
 
@@ -34,6 +32,8 @@ def template_input_of(
         chat_format,
         tools=check_tools(context.tools),
         arguments={} if chat_format is None else _arguments(body, chat_format),
+        effort=effort_of(body),
+        effort_field="output_config.effort",
         prefill=context.prefill,
     )
     return given if chat_format is None else with_calls(given, chat_format, choice)
@@ -58,29 +58,18 @@ def choice_of(body: ContextFields, context: Context) -> ToolChoice:
     return checked_choice(choice, [tool["function"]["name"] for tool in context.tools], "tool_choice.name")
 
 
-class AskedForm(NamedTuple):
-    """The form that a request asks for, and the paths of its fields by the engine's names, for errors."""
-
-    form: StructuredOutput | None = None
-    fields: Mapping[str, str] = MappingProxyType({})
-
-
-def asked_form(body: MessagesBody) -> AskedForm:
-    """Return the form that a request asks for; raise ApiError and InvalidRequestError naming the field."""
+async def asked_form(call: HttpRequest, body: MessagesBody) -> AskedForm:
+    """Return the form that a message asks for; raise ApiError naming the field."""
     config_format = None if body.output_config is None else body.output_config.format
     given = config_format or body.output_format
-    if given is None:
-        return AskedForm()
     at = "output_format" if config_format is None else "output_config.format"
-    fields = {"structured.json_schema": f"{at}.schema", "structured": at}
-    with renamed_fields(fields):
-        return AskedForm(StructuredOutput.json_schema(given.schema), fields)
+    return await asked_schema(call, None if given is None else given.schema, f"{at}.schema")
 
 
-def ignores_effort(body: ContextFields, chat_format: ChatFormat | None) -> bool:
-    """Return whether the request asks for an effort that the template has no words for."""
+def effort_of(body: ContextFields) -> str | None:
+    """Return the reasoning effort of a request as templates know it."""
     effort = None if body.output_config is None else body.output_config.effort
-    return effort is not None and (chat_format is None or not chat_format.reads(_EFFORT))
+    return _STRONGEST if effort in ("xhigh", "max") else effort
 
 
 def _arguments(body: ContextFields, chat_format: ChatFormat) -> dict[str, Any]:
@@ -88,7 +77,4 @@ def _arguments(body: ContextFields, chat_format: ChatFormat) -> dict[str, Any]:
     if body.thinking is not None and body.thinking.type != "between_tools":
         thinks = body.thinking.type != "disabled"
         arguments |= {name: thinks for name in _THINKING if chat_format.reads(name)}
-    effort = None if body.output_config is None else body.output_config.effort
-    if effort is not None and chat_format.reads(_EFFORT):
-        arguments[_EFFORT] = _STRONGEST if effort in ("xhigh", "max") else effort
     return arguments

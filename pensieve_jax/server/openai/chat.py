@@ -33,6 +33,7 @@ from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
+from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.turns.tool_choice import FIELDS, with_calls, with_choice
 from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
 from pensieve_jax.text.reply_events import (
@@ -70,6 +71,8 @@ class ChatCompletion:
         messages, template_input = rendering(
             body, body.messages, call.services.chat_format, body.reasoning_effort
         )
+        if ignores_effort(call.services.chat_format, body.reasoning_effort):
+            call.notes.ignored_fields += ("reasoning_effort",)
         self._choice = body.choice()
         if call.services.chat_format is not None:
             template_input = with_calls(template_input, call.services.chat_format, self._choice)

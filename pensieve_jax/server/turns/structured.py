@@ -155,6 +155,12 @@ def behind_reasoning(
     return replace(params, structured=form)
 
 
+async def asked_schema(call: HttpRequest, schema: dict[str, Any] | None, at: str) -> AskedForm:
+    """Return the form of a schema, whose path is `at`; None asks for none. See `asked_form`."""
+    wishes = [] if schema is None else _format_wishes("json_schema", schema, at, at, False)
+    return await _checked(call, wishes)
+
+
 async def _checked(call: HttpRequest, wishes: list[_Wish]) -> AskedForm:
     if not wishes:
         return AskedForm()
