@@ -5,8 +5,9 @@ Does not know: which items clients may send, where items are stored, turns, or r
 Called by `server.openai` and `turns.stored`.
 
 An item is stored as a JSON object that satisfies OpenAI's output schema: a list of parts, an id, a status.
-The id tells where the item is, so resolving an `item_reference` needs no search: `msg_<turn id>` is the reply
-of that turn, and `msg_<turn id>_<n>` is item n of its request.
+The id tells where the item is, so resolving an `item_reference` needs no search: `msg_<turn id>`,
+`rs_<turn id>` and `fc_<turn id>` are the first message, reasoning and call of the reply of that turn, the same with
+`r<n>` is a later one, and `msg_<turn id>_<n>` is item n of its request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Final
 from pensieve_jax.text.messages import Message
 
 type Item = dict[str, Any]
-_REPLY_ID: Final = re.compile(r"msg_([0-9a-f]{32})\Z")
+_REPLY_ID: Final = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})(?:r[1-9]\d{0,5})?\Z")
 _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
 

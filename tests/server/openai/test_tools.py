@@ -315,3 +315,28 @@ def test_a_template_without_a_known_format_refuses_tools(path: Path) -> None:
         if expected == 400:
             assert answer["error"]["param"] == "tools" and "--tools=ignore" in answer["error"]["message"]
         server.close()
+
+
+def test_references_name_each_item_of_a_reply(path: Path) -> None:
+    """Reasoning, texts and calls of a reply, also those behind the first of their kind."""
+    reply = "<think>\nhm\n</think>\nI look.\n" + ONE + "\n" + written("now", "{}") + "\nThat is it."
+    server = ScriptedServer(path, [reply, "done"], QWEN3)
+    output = send(server, "responses", input="hi", tools=FLAT)["output"]
+    kinds = [item["type"] for item in output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call", "message"]
+    assert len({item["id"] for item in output}) == len(output)
+    references = [{"type": "item_reference", "id": item["id"]} for item in output]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "42"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    given = [{"role": "user", "content": "hi"}, *references, *results]
+    answer = send(server, "responses", input=given, tools=FLAT)
+    assert answer["status"] == "completed"
+    stored, _ = ask(server.harness, "GET", f"/v1/responses/{answer['id']}/input_items", None)
+    assert stored == 200
+    unknown = [{"type": "item_reference", "id": output[2]["id"] + "r7"}]
+    status, error = ask(server.harness, "POST", "/v1/responses", {"input": unknown})
+    assert (status, error["error"]["param"]) == (404, "input[0].id")
+    server.close()
