@@ -345,8 +345,8 @@ def _divided(
     if not continues:
         return messages, None
     last = messages[-1]
-    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls"):
-        limit = "messages that end with a text of the assistant, after another message"
+    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls") or last.get("reasoning"):
+        limit = "messages that end with a text of the assistant alone, after another message"
         raise InvalidRequestError(field, messages, f"{limit}, with continue_final_message")
     return messages[:-1], last["content"]
 

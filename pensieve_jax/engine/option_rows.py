@@ -88,6 +88,10 @@ def option_rows(
         field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
         limit = "at least one id that neither bad_words nor min_tokens excludes"
         raise InvalidRequestError(field, getattr(params, field), limit)
+    if params.structured is not None and not allowed[list(ending_ids)].any():
+        field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
+        limit = "ids with one that ends a reply, since a form of the reply has to end"
+        raise InvalidRequestError(field, getattr(params, field), limit)
     rows: list[LateRow] = []
     if not allowed[:vocab_size].all():
         rows.append(ExcludedIds(np.packbits(allowed, bitorder="little").view(np.int32)))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.engine.late_rows import JoinedRows
 from pensieve_jax.engine.option_rows import BadSequences, option_rows
 from pensieve_jax.text import Tokenizer
@@ -52,3 +55,11 @@ def test_options_without_masks_have_no_rows():
     assert option_rows(SamplingParams(), None, 96, ()) == []
     (row,) = option_rows(SamplingParams(allowed_token_ids=(3, 64)), None, 90, ())
     assert allowed_of(row) == {3, 64} and not row.waits
+
+
+def test_a_form_needs_an_id_that_ends_the_reply():
+    form = StructuredOutput.json_object()
+    with pytest.raises(InvalidRequestError, match="one that ends a reply") as caught:
+        option_rows(SamplingParams(allowed_token_ids=(3, 64), structured=form), None, 90, (1, 2))
+    assert caught.value.field == "allowed_token_ids"
+    assert option_rows(SamplingParams(allowed_token_ids=(2, 64), structured=form), None, 90, (1, 2))

@@ -150,7 +150,7 @@ def divided(
     if not continues:
         return list(messages), None
     last = messages[-1]
-    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls"):
-        sentence = f"{field} needs a text of the assistant as the last message, after another message."
+    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls") or last.get("reasoning"):
+        sentence = f"{field} needs a text of the assistant alone as the last message, after another message."
         raise invalid_value(field, sentence)
     return list(messages[:-1]), last["content"]

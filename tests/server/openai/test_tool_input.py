@@ -306,6 +306,14 @@ BROKEN = {"role": "assistant", "content": None, "tool_calls": [call("c", "add", 
         ),
         ({"continue_final_message": True}, "invalid_value", "continue_final_message"),
         (
+            {
+                "messages": [user("hi"), {"role": "assistant", "reasoning": "hm", "content": "I"}],
+                "continue_final_message": True,
+            },
+            "invalid_value",
+            "continue_final_message",
+        ),
+        (
             {"continue_final_message": True, "add_generation_prompt": True},
             "invalid_value",
             "add_generation_prompt",
