@@ -19,6 +19,8 @@ from pensieve_jax.text.tool_formats import ToolFormat
 from pensieve_jax.text.tools import Tool
 
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+_DEFINITIONS: Final = ("$defs", "definitions")
+"""Keys of a schema that references within it name, from the schema's root."""
 
 
 def call_grammar(
@@ -72,7 +74,9 @@ class _Grammar:
         start = f"start: {calls}"
         if has_text:
             assert row.start, "calls without a mark cannot follow text"
-            self._rules.append("TEXT: /(.|\\n)*/" if self._is_control(row.start) else "TEXT: /[^<\\[]*/")
+            self._rules.append(
+                "TEXT: /(.|\\n)*/" if self._tokenizer.added_id(row.start) is not None else "TEXT: /[^<\\[]*/"
+            )
             start = f"start: TEXT ({calls})?"
         return "\n".join([start, *self._rules]) + "\n"
 
@@ -105,6 +109,11 @@ class _Grammar:
     def _json(self, schema: Mapping[str, Any]) -> str:
         return f"%json {json.dumps(schema_for_library(dict(schema)), ensure_ascii=False)}"
 
+    def _value(self, schema: Any, function: Mapping[str, Any]) -> str:
+        """Return the rule of one argument, whose schema may refer to the function's definitions."""
+        own = schema if isinstance(schema, Mapping) else {}
+        return self._json({**_definitions(function), **own})
+
     def _object(self, function: Mapping[str, Any], number: int) -> str:
         key = "parameters" if self._row.name == "llama3_json" else "arguments"
         return self._json(
@@ -113,6 +122,7 @@ class _Grammar:
                 "properties": {"name": {"const": function["name"]}, key: _schema(function)},
                 "required": ["name", key],
                 "additionalProperties": False,
+                **_definitions(function),
             }
         )
 
@@ -151,7 +161,7 @@ class _Grammar:
             if _is_text(schema):
                 self._rules.append(f'{place}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
                 return f"{opening} {place}"
-            self._rules.append(f"{place}: {self._json(schema)}")
+            self._rules.append(f"{place}: {self._value(schema, function)}")
             return f'{opening} {place} "\\n</parameter>\\n"'
 
         parameters = self._optional(function, number, one, "")
@@ -161,7 +171,7 @@ class _Grammar:
 
     def _python_call(self, function: Mapping[str, Any], number: int) -> str:
         def one(name: str, schema: Any, place: str) -> str:
-            self._rules.append(f"{place}: {self._json(schema)}")
+            self._rules.append(f"{place}: {self._value(schema, function)}")
             return f"{json.dumps(name + '=')} {place}"
 
         parameters = self._optional(function, number, one, '", "')
@@ -217,6 +227,12 @@ def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a function's arguments; a schema without a type is one of an object."""
     schema = function.get("parameters") or _ANY_OBJECT
     return schema if "type" in schema else {**schema, "type": "object"}
+
+
+def _definitions(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the definitions of a function's schema, as they have to stand at the root of each part of it."""
+    schema = _schema(function)
+    return {key: schema[key] for key in _DEFINITIONS if key in schema}
 
 
 def _is_text(schema: Any) -> bool:

@@ -67,9 +67,33 @@ def function_tool(name: object, description: object, parameters: object, field: 
         function["description"] = description
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InvalidRequestError(f"{field}.parameters", parameters, "a JSON schema of an object")
+    _check_parameters(parameters or {}, f"{field}.parameters")
     # Templates read `parameters.properties`, and fail without it.
     function["parameters"] = parameters or _NO_PARAMETERS
     return {"type": "function", "function": json_copy(function, field)}
+
+
+def _check_parameters(schema: Mapping[str, Any], field: str) -> None:
+    """Check what templates, the reader of calls and grammars rely on; the library checks the rest."""
+    for key in ("properties", "$defs", "definitions"):
+        parts = schema.get(key, {})
+        if not isinstance(parts, Mapping):
+            raise InvalidRequestError(f"{field}.{key}", parts, "an object of JSON schemas")
+        for name, part in parts.items():
+            if not isinstance(part, Mapping | bool):
+                raise InvalidRequestError(f"{field}.{key}.{name}", part, "a JSON schema")
+            _check_type(part, f"{field}.{key}.{name}")
+    required = schema.get("required", [])
+    if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequestError(f"{field}.required", required, "a list of names")
+    _check_type(schema, field)
+
+
+def _check_type(schema: Mapping[str, Any] | bool, field: str) -> None:
+    kind = schema.get("type", "object") if isinstance(schema, Mapping) else "object"
+    kinds = kind if isinstance(kind, list | tuple) else [kind]
+    if not kinds or not all(isinstance(one, str) for one in kinds):
+        raise InvalidRequestError(f"{field}.type", kind, "the name of a type, or a list of names")
 
 
 def num_tool_characters(tools: Sequence[Tool]) -> int:

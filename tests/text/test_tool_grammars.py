@@ -113,6 +113,66 @@ def test_a_grammar_takes_calls_and_nothing_else(name: str) -> None:
         assert takes(tokenizer, library, one, written) == (name == "harmony")
 
 
+NESTED = check_tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"city": {"type": "string"}, "place": {"$ref": "#/$defs/Place"}},
+                    "required": ["place"],
+                    "$defs": {
+                        "Place": {"type": "object", "properties": {"x": {"$ref": "#/$defs/Number"}}},
+                        "Number": {"type": "integer"},
+                    },
+                },
+            },
+        }
+    ]
+)
+
+
+_NESTED_JSON = '{"city": "Bern", "place": {"x": 2}}'
+WRITTEN_NESTED = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": ' + _NESTED_JSON + "}\n</tool_call>",
+    "qwen3_xml": "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n"
+    '<parameter=place>\n{"x": 2}\n</parameter>\n</function>\n</tool_call>',
+    "llama3_json": '{"name": "get_weather", "parameters": ' + _NESTED_JSON + "}",
+    "pythonic": '[get_weather(city="Bern", place={"x": 2})]',
+    "mistral": "[TOOL_CALLS]get_weather" + _NESTED_JSON,
+    "mistral_v3": '[TOOL_CALLS] [{"name": "get_weather", "arguments": ' + _NESTED_JSON + "}]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    + _NESTED_JSON
+    + "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    + _NESTED_JSON
+    + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    "<|tool_call_argument_begin|>" + _NESTED_JSON + "<|tool_call_end|><|tool_calls_section_end|>",
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + _NESTED_JSON,
+}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_arguments_may_be_nested_models(name: str) -> None:
+    """Such as pydantic writes them, with references to definitions at the root of the schema."""
+    row = TOOL_FORMATS[name]
+    tokenizer, library = tokenizer_of(row, has_control=name == "harmony")
+    grammar = call_grammar(row, NESTED, tokenizer, has_one_call=True)
+    wanted = {"city": "Bern", "place": {"x": 2}}
+    text = WRITTEN_NESTED[name]
+    assert takes(tokenizer, library, grammar, text)
+    for wrong in ('"x": "2"', '"x": 2.5'):
+        assert not takes(tokenizer, library, grammar, text.replace('"x": 2', wrong))
+    parser = ReplyParser(row, schemas={"get_weather": NESTED[0]["function"]["parameters"]})
+    (call,) = parsed_reply([*parser.feed(text), *parser.end()]).calls
+    assert call.name == "get_weather"
+    if name != "qwen3_xml":  # without the definition's type, its value is text
+        assert json.loads(call.arguments) == wanted
+
+
 @pytest.mark.parametrize("name", [name for name, row in TOOL_FORMATS.items() if row.start])
 def test_text_may_come_first_where_calls_have_a_mark(name: str) -> None:
     row = TOOL_FORMATS[name]

@@ -110,11 +110,11 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "audio, reasoning effort", is_refusal=True)
+@case(CHATS, "audio and predictions", is_refusal=True)
 async def refused_parameters(client: Any) -> None:
     for name, value in (
         ("modalities", ["audio"]),
-        ("reasoning_effort", "high"),
+        ("prediction", {"type": "content", "content": "x"}),
     ):
         await refused(
             "unsupported_parameter",

@@ -226,10 +226,9 @@ async def images(client: Any) -> None:
         )
 
 
-@case(RESPONSES, "reasoning, truncation and stored prompts", is_refusal=True)
+@case(RESPONSES, "truncation and stored prompts", is_refusal=True)
 async def others(client: Any) -> None:
     for name, value, param in (
-        ("reasoning", {"effort": "high"}, "reasoning.effort"),
         ("truncation", "auto", "truncation"),
         ("prompt", {"id": "p"}, "prompt"),
     ):
