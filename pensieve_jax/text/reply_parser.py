@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from pensieve_jax.text.call_values import end_of_python_call, python_call, value_of
+from pensieve_jax.text.call_values import argument_of, end_of_python_call, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -270,10 +270,10 @@ class ReplyParser:
         self._state = states[self._tools.body]
 
     def _call(self, name: str, header: str = "") -> None:
-        self._name, self._raw = name, ""
+        self._name, self._raw = _without_surrogates(name), ""
         self.num_calls += 1
         if self._is_wanted:
-            self._events.append(CallBegun(self.num_calls - 1, name, header))
+            self._events.append(CallBegun(self.num_calls - 1, self._name, _without_surrogates(header)))
 
     @property
     def _is_wanted(self) -> bool:
@@ -285,7 +285,7 @@ class ReplyParser:
         if text:
             self._has_arguments = True
             if self._is_wanted:
-                self._events.append(ArgumentText(self.num_calls - 1, text))
+                self._events.append(ArgumentText(self.num_calls - 1, _without_surrogates(text)))
 
     def _end_call(self) -> None:
         if not self._has_arguments:
@@ -428,10 +428,10 @@ class ReplyParser:
         return True
 
     def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
-        properties: Any = (self._schemas or {}).get(self._name)
-        properties = properties.get("properties") if isinstance(properties, Mapping) else None
+        parameters: Any = (self._schemas or {}).get(self._name)
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         schema = properties.get(name) if isinstance(properties, Mapping) else None
-        value = json.dumps(text if is_cut else value_of(text, schema), ensure_ascii=False)
+        value = json.dumps(text, ensure_ascii=False) if is_cut else argument_of(text, schema, parameters)
         start = ", " if self._num_parameters else "{"
         self._num_parameters += 1
         self._pass(f"{start}{json.dumps(name)}: {value[:-1] if is_cut else value}")
@@ -590,6 +590,16 @@ def _num_held(text: str, marks: Collection[str]) -> int:
         if text.endswith(mark[:num])
     )
     return max(lengths, default=0)
+
+
+def _without_surrogates(text: str) -> str:
+    """Join pairs of surrogates, which escapes in JSON and Python give, and replace others by U+FFFD."""
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def _joined(events: list[ReplyEvent]) -> list[ReplyEvent]:
