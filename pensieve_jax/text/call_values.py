@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
+from pensieve_jax.text.call_arguments import check_depth
 from pensieve_jax.text.partial_json import SPACE
 
 
@@ -46,11 +47,7 @@ def _value_of(text: str, types: Collection[str]) -> Any:
 
 def _parsed(text: str) -> Any:
     """Return the value of a JSON text; raise ValueError for any other, and for one that is too deep."""
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", text):
-        depth += 1 if bracket in "[{" else -1
-        if depth > _MAX_DEPTH:
-            raise ValueError
+    check_depth(text)
     return json.loads(text, parse_constant=_finite, parse_float=_finite)
 
 
@@ -60,9 +57,6 @@ def _finite(number: str) -> float:
         raise ValueError
     return value
 
-
-_MAX_DEPTH: Final = 100
-"""Brackets within each other in an argument; Python's reader fails at some thousand."""
 
 _TYPE_NAMES: Final[Mapping[type, frozenset[str]]] = {
     str: frozenset({"string"}),

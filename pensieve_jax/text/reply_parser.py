@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from pensieve_jax.text.call_arguments import without_surrogates
 from pensieve_jax.text.call_values import argument_of, end_of_python_call, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
@@ -119,6 +120,8 @@ class ReplyParser:
             self._say(ContentText, self._raw + self._buffer)
         elif self._state == self._body_of_message:
             self._add_to_message(self._buffer)
+            if self._channel == "call" and not self._has_arguments:
+                self._pass("{}")
         elif self._state == self._header_of_message and not self._channel:
             self._say(ContentText, self._buffer)
         elif self._state == self._read_object:
@@ -270,10 +273,10 @@ class ReplyParser:
         self._state = states[self._tools.body]
 
     def _call(self, name: str, header: str = "") -> None:
-        self._name, self._raw = _without_surrogates(name), ""
+        self._name, self._raw = without_surrogates(name), ""
         self.num_calls += 1
         if self._is_wanted:
-            self._events.append(CallBegun(self.num_calls - 1, self._name, _without_surrogates(header)))
+            self._events.append(CallBegun(self.num_calls - 1, self._name, without_surrogates(header)))
 
     @property
     def _is_wanted(self) -> bool:
@@ -285,7 +288,7 @@ class ReplyParser:
         if text:
             self._has_arguments = True
             if self._is_wanted:
-                self._events.append(ArgumentText(self.num_calls - 1, _without_surrogates(text)))
+                self._events.append(ArgumentText(self.num_calls - 1, without_surrogates(text)))
 
     def _end_call(self) -> None:
         if not self._has_arguments:
@@ -590,16 +593,6 @@ def _num_held(text: str, marks: Collection[str]) -> int:
         if text.endswith(mark[:num])
     )
     return max(lengths, default=0)
-
-
-def _without_surrogates(text: str) -> str:
-    """Join pairs of surrogates, which escapes in JSON and Python give, and replace others by U+FFFD."""
-    if _SURROGATE.search(text) is None:
-        return text
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def _joined(events: list[ReplyEvent]) -> list[ReplyEvent]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.text.call_arguments import canonical_arguments, parse_arguments
 from pensieve_jax.text.reply_events import ParsedReply, parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
@@ -153,3 +154,19 @@ def test_escapes_of_json_and_of_regular_expressions_are_read_in_python_calls(
 ) -> None:
     (call,) = read("pythonic", [f'[f(a="{written}")]'], None).calls
     assert json.loads(call.arguments) == {"a": value}
+
+
+def test_a_call_of_harmony_without_arguments_is_an_empty_object() -> None:
+    header = "<|channel|>commentary to=functions.f<|message|>"
+    for text in (header, header + " ", header + "<|call|>"):
+        assert [call.arguments for call in read("harmony", [text], None).calls] == ["{}"]
+
+
+def test_arguments_with_half_a_character_can_be_rendered_again() -> None:
+    assert parse_arguments('{"a": "\\ud83d", "b": "\\ud83d\\ude00"}') == {"a": "\ufffd", "b": "\U0001f600"}
+
+
+def test_deep_arguments_have_a_canonical_form() -> None:
+    for depth in (10, 120, 900, 1200, 5000):
+        text = '{"a":' + "[" * depth + "]" * depth + "}"
+        assert canonical_arguments(text) == text
