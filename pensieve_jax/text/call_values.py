@@ -110,33 +110,44 @@ def _referred(reference: Any, root: Any) -> Any:
 _MAX_INDEX_DIGITS: Final = 9
 
 
-def end_of_python_call(text: str) -> int | None:
-    """Return where the first call of a list ends, or the list itself; None before the end.
+class PythonCallEnd:
+    """Search for the end of the first call of a list in text that arrives in pieces; it reads each once."""
 
-    The text begins with "[", or behind a call.
-    """
-    depth, quote, is_escaped = 0, "", False
-    for at, character in enumerate(text):
-        if quote:
-            if is_escaped:
-                is_escaped = False
-            elif character == "\\":
-                is_escaped = True
-            elif character == quote:
-                quote = ""
-        elif character in "'\"":
-            quote = character
-        elif character == "[" and not depth and not text[:at].strip(SPACE):
-            continue  # the list's own bracket
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            if not depth:
-                return at + 1
-            depth -= 1
-            if not depth and character == ")":
-                return at + 1
-    return None
+    def __init__(self) -> None:
+        self._at = self._depth = 0
+        self._quote = ""
+        self._is_escaped = self._has_begun = False
+
+    def find(self, text: str) -> int | None:
+        """Return where the first call ends, or the list itself; None before the end.
+
+        The text begins with "[", or behind a call. Each further call has the same text with more behind it.
+        """
+        for at in range(self._at, len(text)):
+            character = text[at]
+            has_begun = self._has_begun
+            self._has_begun = has_begun or character not in SPACE
+            if self._quote:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in "'\"":
+                self._quote = character
+            elif character == "[" and not has_begun:
+                continue  # the list's own bracket
+            elif character in "([{":
+                self._depth += 1
+            elif character in ")]}":
+                if not self._depth:
+                    return at + 1
+                self._depth -= 1
+                if not self._depth and character == ")":
+                    return at + 1
+        self._at = len(text)
+        return None
 
 
 def python_call(text: str) -> tuple[str, str] | None:

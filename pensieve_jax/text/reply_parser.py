@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from pensieve_jax.text.call_arguments import without_surrogates
-from pensieve_jax.text.call_values import argument_of, end_of_python_call, python_call
+from pensieve_jax.text.call_values import PythonCallEnd, argument_of, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -74,6 +74,7 @@ class ReplyParser:
         self._raw = ""  # what was read since a mark, until it is known to be a call
         self._object = CallObject()
         self._value = JsonValue()
+        self._call_end = PythonCallEnd()
         self._num_parameters = 0
         self._name = ""
         self._has_arguments = False
@@ -261,7 +262,7 @@ class ReplyParser:
 
     def _begin_call(self) -> None:
         assert self._tools is not None
-        self._object, self._value = CallObject(), JsonValue()
+        self._object, self._value, self._call_end = CallObject(), JsonValue(), PythonCallEnd()
         self._name, self._has_arguments, self._num_parameters, self._num_ends = "", False, 0, 0
         states = {
             "object": self._read_object,
@@ -489,9 +490,10 @@ class ReplyParser:
 
     def _python(self) -> bool:
         """Read a list of Python calls; each is passed on once it is complete."""
-        end = end_of_python_call(self._buffer)
+        end = self._call_end.find(self._buffer)
         if end is None:
             return False
+        self._call_end = PythonCallEnd()
         text, rest = self._buffer[:end], self._buffer[end:]
         if text == "]" or text.endswith("]"):
             if self.num_calls and not text[:-1].strip(SPACE + ","):
