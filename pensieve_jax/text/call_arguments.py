@@ -31,8 +31,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
 def check_depth(text: str) -> None:
     """Raise ValueError for JSON with brackets so deep within each other that readers and writers may fail."""
     depth = 0
-    for bracket in _BRACKET.findall(text):
-        depth += 1 if bracket in "[{" else -1
+    for found in _STRING_OR_BRACKET.findall(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found, 0)
         if depth > _MAX_DEPTH:
             raise ValueError("nested too deeply")
 
@@ -45,7 +45,7 @@ def without_surrogates(text: str) -> str:
 
 
 _MAX_DEPTH: Final = 100
-_BRACKET: Final = re.compile(r"[\[\]{}]")
+_STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 

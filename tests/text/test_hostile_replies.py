@@ -170,3 +170,5 @@ def test_deep_arguments_have_a_canonical_form() -> None:
     for depth in (10, 120, 900, 1200, 5000):
         text = '{"a":' + "[" * depth + "]" * depth + "}"
         assert canonical_arguments(text) == text
+    code = {"a": '["' + "[" * 5000 + "\\"}
+    assert parse_arguments(json.dumps(code)) == code  # brackets in strings are text

@@ -43,6 +43,11 @@ REPLIES = {
         [("add", '{"name": "John"}')],
     ),
     "broken arguments": (written("add", '{"x": 1,, y}'), None, [("add", '{"x": 1,, y}')]),
+    "half a character": (
+        written("a\\ud83d", '{"x": "\\ud83d"}'),
+        None,
+        [("a\ufffd", '{"x": "\\ud83d"}')],
+    ),
     "no call": ("a <b> & [c]", "a <b> & [c]", []),
 }
 
@@ -290,3 +295,18 @@ def test_a_template_without_a_known_format_refuses_tools(path: Path) -> None:
         if expected == 400:
             assert answer["error"]["param"] == "tools" and "--tools=ignore" in answer["error"]["message"]
         server.close()
+
+
+@pytest.mark.parametrize("kind", [[{"x": 1}], ["array"]])
+def test_no_schema_and_no_argument_breaks_the_commit_of_a_reply(path: Path, kind: Any) -> None:
+    deep = "[" * 1600 + "]" * 1600
+    text = f"<tool_call>\n<function=f>\n<parameter=p>\n{deep}\n</parameter>\n</function>\n</tool_call>"
+    schema = {"type": "object", "properties": {"p": {"type": kind}}}
+    server = ScriptedServer(path, [text] * 2, HERMES, tool_call_parser="qwen3_xml")
+    conversation = send(server, "conversations")["id"]
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
+    answer = send(server, "responses", input="hi", tools=tools, conversation=conversation)
+    assert json.loads(answer["output"][0]["arguments"]) == {"p": deep}
+    status, items = ask(server.harness, "GET", f"/v1/conversations/{conversation}/items")
+    assert status == 200 and [item["type"] for item in items["data"]] == ["function_call", "message"]
+    server.close()
