@@ -229,7 +229,10 @@ def define_flags() -> None:
         "Store of Chat Completions turns; default: memory, or durable with --replicas.",
     )
     flags.DEFINE_enum(
-        "tools", "auto", ["auto", "ignore"], "Handling of requests that offer tools to the model."
+        "tools",
+        "auto",
+        ["auto", "functions", "ignore"],
+        "Handling of requests that offer tools to the model.",
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
     flags.DEFINE_integer(

@@ -114,6 +114,7 @@ class TokenizeBody(Body, kw_only=True):
         **UNSUPPORTED_TEMPLATE,
         "reasoning_effort": TEMPLATE_FIELDS["reasoning_effort"],
     }
+    OPTIONAL_OFFERS: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"tools": ("function",)}
 
     model: str | None = None
     prompt: str | None = None

@@ -348,7 +348,10 @@ def _source(structured: StructuredOutput) -> str:
             choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in structured.choices)
             return _grammars({"lark_grammar": f"start: {choices}"})
         case "grammar":
-            return _grammars({"lark_grammar": any_to_lark(text)})
+            try:
+                return _grammars({"lark_grammar": any_to_lark(text)})
+            except Exception as error:  # the library raises Exception itself for text that it cannot read
+                raise _refusal(structured, str(error)) from error
 
 
 def _without_slash(found: re.Match[str]) -> str:

@@ -330,6 +330,9 @@ def test_an_id_that_was_not_allowed_fails():
         (StructuredOutput.regex("((("), InvalidRequestError, "unclosed group"),
         (StructuredOutput.regex("(?=a)b"), UnsupportedGrammarError, "look-around"),
         (StructuredOutput.grammar("start: foo"), InvalidRequestError, 'unknown name: "foo"'),
+        (StructuredOutput.grammar("hello"), InvalidRequestError, "Expected ::="),
+        (StructuredOutput.grammar('root ::= "a"{'), InvalidRequestError, "structured.grammar"),
+        (StructuredOutput.grammar("root ::= " + "(" * 5000), GrammarTooComplexError, "recursion"),
     ],
 )
 def test_wrong_forms_are_refused_without_a_tokenizer(form, kind, said):

@@ -30,6 +30,7 @@ from pensieve_jax.server.anthropic.schemas import (
 )
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.server.turns.template import LEAVES_OUT
 from pensieve_jax.text import Message
 
 _BILLING: Final = "x-anthropic-billing-header:"
@@ -139,7 +140,9 @@ class _Reader:
         """Return a tool as the chat template reads it; raise ApiError for one that the server would run."""
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in (None, "custom"):
-            raise unsupported(f"{path}.type", f"the client must run its tools, so {kind} is none")
+            raise unsupported(
+                f"{path}.type", f"the server runs no tools itself, such as {kind}; {LEAVES_OUT}"
+            )
         tool = self._convert(value, Tool, path)
         function: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:

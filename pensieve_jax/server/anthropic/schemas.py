@@ -166,7 +166,7 @@ class ContextFields(Body, kw_only=True):
         "previous_response_id": "Use /v1/responses; requests of this route contain all messages.",
         "conversation": "Use /v1/responses; requests of this route contain all messages.",
     }
-    OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset({"tools"})
+    OPTIONAL_OFFERS: ClassVar[Mapping[str, tuple[str | None, ...]]] = {"tools": (None, "custom")}
 
     messages: list[MessageParam]
     model: str | None = None

@@ -10,16 +10,18 @@ library holds no lock of the interpreter meanwhile, so steps continue.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-from pensieve_jax.core.errors import GrammarQueueFullError, PensieveError
+from pensieve_jax.core.errors import GrammarFailedError, GrammarQueueFullError, PensieveError
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.engine_process.messages import Submit
 from pensieve_jax.text.grammar import Grammar, Grammars
 
+_log = logging.getLogger(__name__)
 MAX_COMPILING: Final = 16
 _NUM_THREADS: Final = 2
 
@@ -90,8 +92,9 @@ class CompilingTurns:
                 error = future.exception()
                 if isinstance(error, PensieveError):
                     problem = error
-                elif error is not None:
-                    raise error
+                elif error is not None:  # of the library; this must not end the process
+                    _log.error("a grammar could not be compiled", exc_info=error)
+                    problem = GrammarFailedError("the grammar could not be compiled; see the log")
             yield one.message, problem
 
     def close(self) -> None:

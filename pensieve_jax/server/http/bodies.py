@@ -61,6 +61,10 @@ _NAMES: Final = {True: "true", False: "false"}
 _STEP: Final = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 
 
+type Offers = Literal["auto", "functions", "ignore"]
+"""How the tools that requests offer are treated, as in `ServerSettings.tools`."""
+
+
 class Body(msgspec.Struct):
     """A JSON object of a request.
 
@@ -71,20 +75,22 @@ class Body(msgspec.Struct):
         MISPLACED: fields that belong to other routes, each with a hint that names the right route or field.
           Values that ask for nothing, such as False, are accepted; if a field is in UNSUPPORTED too, the
           values there.
-        OPTIONAL_OFFERS: fields that offer the model options it need not use, such as tools. A server setting
-          can have them ignored.
+        OPTIONAL_OFFERS: fields that offer the model options it need not use, such as tools, each with the
+          values of `type` in its entries that are functions. A server setting can have all or the others
+          ignored.
     """
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     MISPLACED: ClassVar[Mapping[str, str]] = {}
-    OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset()
+    OPTIONAL_OFFERS: ClassVar[Mapping[str, tuple[str | None, ...]]] = {}
 
 
-def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) -> tuple[T, tuple[str, ...]]:
+def decode_body[T](body: bytes, kind: type[T], *, offers: Offers = "auto") -> tuple[T, tuple[str, ...]]:
     """Decode a body to `kind`, and return it with the paths of its unknown fields.
 
-    With `ignores_offers`, fields in `OPTIONAL_OFFERS` are ignored and listed too, instead of being rejected.
+    Fields in `OPTIONAL_OFFERS` are decoded as others with "auto". With "ignore" they are left out and listed;
+    with "functions" so are their entries that are not functions, with their place.
 
     Raises ApiError 400 with the path of the field as `param`.
     """
@@ -97,11 +103,11 @@ def decode_body[T](body: bytes, kind: type[T], *, ignores_offers: bool = False) 
         raise ApiError(400, "invalid_json", f"The body is not valid JSON: {error}.") from None
     except RecursionError:
         raise ApiError(400, "invalid_json", MAX_DEPTH_ERROR) from None
-    offers = _offers(value, kind) if ignores_offers else {}
-    if offers:
-        value = {name: inner for name, inner in value.items() if name not in offers}
+    left_out: tuple[str, ...] = ()
+    if offers != "auto":
+        value, left_out = _without_offers(value, kind, functions_stay=offers == "functions")
     converted, ignored = convert(value, kind)
-    return converted, (*offers, *ignored)
+    return converted, (*left_out, *ignored)
 
 
 def convert[T](value: Any, kind: type[T], at: str = "") -> tuple[T, tuple[str, ...]]:
@@ -122,16 +128,24 @@ def check_num_items(value: Sized, at: str) -> None:
         raise invalid_value(at, f"{at} has {len(value)} items, but must have at most {MAX_ITEMS}.")
 
 
-def _offers(value: Any, kind: Any) -> dict[str, None]:
-    """Return the top-level `OPTIONAL_OFFERS` fields of an object that are not empty, in order."""
+def _without_offers(value: Any, kind: Any, *, functions_stay: bool) -> tuple[Any, tuple[str, ...]]:
+    """Return an object without what its `OPTIONAL_OFFERS` hold, and the paths of what is left out."""
     body = _body_of(kind, value) if isinstance(value, dict) else None
     if body is None:
-        return {}
-    return dict.fromkeys(
-        name
-        for name in value
-        if name in body.OPTIONAL_OFFERS and value[name] and isinstance(value[name], list)
-    )
+        return value, ()
+    rest, left_out = dict(value), []
+    for name, inner in value.items():
+        functions = body.OPTIONAL_OFFERS.get(name)
+        if functions is None or not inner or not isinstance(inner, list):
+            continue
+        if not functions_stay:
+            del rest[name]
+            left_out.append(name)
+            continue
+        is_other = [isinstance(one, dict) and one.get("type") not in functions for one in inner]
+        rest[name] = [one for one, other in zip(inner, is_other, strict=True) if not other]
+        left_out += [f"{name}[{index}]" for index, other in enumerate(is_other) if other]
+    return rest, tuple(left_out[:MAX_IGNORED])
 
 
 def _check_fields(value: Any, kind: Any, at: str, ignored: dict[str, None]) -> None:

@@ -71,10 +71,8 @@ class HttpRequest:
 
     async def decode[T](self, kind: type[T]) -> T:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
-        ignores_tools = self.services.settings.tools == "ignore"
-        value, ignored = await self.run_cpu(
-            lambda: decode_body(self.body, kind, ignores_offers=ignores_tools)
-        )
+        offers = self.services.settings.tools
+        value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
         self.notes.ignored_fields = ignored
         return value
 

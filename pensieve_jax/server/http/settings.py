@@ -10,10 +10,13 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import Final, get_args
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.server.http.bodies import Offers
 from pensieve_jax.text.tool_formats import AUTO, Parsers, reasoning_format, tool_format
 
+TOOLS: Final = get_args(Offers.__value__)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:\d{1,5})?\Z")
 MAX_BODY_BYTES = 10 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20
@@ -35,8 +38,9 @@ class ServerSettings:
       max_index_bytes: memory for the index that finds the turn a request continues from; the history has all
         durable turns.
       tools: how to treat tools in requests: "auto" renders them, and rejects the request if the model's chat
-        template takes none; "ignore" serves the request without them. A request that demands a call is always
-        rejected.
+        template takes none, or if some are not functions; "functions" serves the request without those that
+        are not functions; "ignore" serves it without tools. A request that demands a call of a tool that is
+        left out is always rejected.
       tool_call_parser, reasoning_parser: as in `EngineConfig`.
       max_body_bytes: size limit of a request body.
       body_timeout_s: time limit for receiving a body.
@@ -59,7 +63,7 @@ class ServerSettings:
     served_model_name: str | None = None
     chat_history: str = "memory"
     max_index_bytes: int = MAX_INDEX_BYTES
-    tools: str = "auto"
+    tools: Offers = "auto"
     tool_call_parser: str = AUTO
     reasoning_parser: str = AUTO
     max_body_bytes: int = MAX_BODY_BYTES
@@ -77,8 +81,8 @@ class ServerSettings:
         """Raise ConfigError for invalid values, and for a public address without keys."""
         if self.chat_history not in ("memory", "durable"):
             raise ConfigError("chat_history", self.chat_history, "memory or durable")
-        if self.tools not in ("auto", "ignore"):
-            raise ConfigError("tools", self.tools, "auto or ignore")
+        if self.tools not in TOOLS:
+            raise ConfigError("tools", self.tools, f"one of {', '.join(TOOLS)}")
         tool_format(self.tool_call_parser, None)
         reasoning_format(self.reasoning_parser, None)
         for origin in self.cors_origin:

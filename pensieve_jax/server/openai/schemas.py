@@ -204,7 +204,10 @@ class ChatBody(SamplingFields, kw_only=True):
         "return_token_ids": "Use /v1/completions to get token ids.",
         "echo": "Use /v1/completions, or prompt_logprobs for log-probabilities of the context.",
     }
-    OPTIONAL_OFFERS: ClassVar[frozenset[str]] = frozenset({"tools", "functions"})
+    OPTIONAL_OFFERS: ClassVar[Mapping[str, tuple[str | None, ...]]] = {
+        "tools": ("function",),
+        "functions": (None,),
+    }
 
     messages: list[ChatMessage]
     tools: list[FunctionTool] | None = None

@@ -8,7 +8,7 @@ Does not know: the request schema of any one format, or how a template renders. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from pensieve_jax.core.json_values import json_copy
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
@@ -24,6 +24,7 @@ HOSTED_TOOLS: Final = frozenset(
     }
 )
 """Tools that OpenAI's server runs itself."""
+LEAVES_OUT: Final = "`pensieve serve --tools=functions` leaves out tools that are not functions"
 _SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables with which templates switch reasoning on and off."""
 _REASONS: Final = ("<think>", "reasoning_content", "reasoning_effort")
@@ -41,8 +42,6 @@ class FunctionDefinition(Body):
 
 class FunctionTool(Body):
     """A tool in the form of Chat Completions."""
-
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"custom": ()}
 
     type: str
     function: FunctionDefinition | None = None
@@ -73,8 +72,8 @@ def check_kind(kind: str, field: str) -> None:
     if kind == "function":
         return
     if kind in HOSTED_TOOLS:
-        raise unsupported(field, f"the server runs no tools itself, such as {kind}")
-    raise unsupported(field, f"tools must be of the type function, not {kind[:40]}")
+        raise unsupported(field, f"the server runs no tools itself, such as {kind}; {LEAVES_OUT}")
+    raise unsupported(field, f"tools must be of the type function, not {kind[:40]}; {LEAVES_OUT}")
 
 
 def template_input(

@@ -7,7 +7,7 @@ Does not know: the request schema of any one format. Called by `server.openai` a
 |---|---|
 | none | the tools are rendered, and the mark of calls is never sampled |
 | auto | nothing, or with strict tools: text until the mark of a call, and calls of their schemas from there |
-| required, or tools by name | the reply is calls, after its reasoning |
+| required, or tools by name | the reply is calls, after its reasoning; a form of its text has no effect |
 """
 
 from __future__ import annotations
@@ -108,9 +108,8 @@ def with_choice(
         if choice.names is None or tool["function"]["name"] in choice.names
     ]
     if choice.mode == "required" or _is_strict(choice, tools, has_mark=bool(row.start)):
-        if params.structured is not None:
-            sentence = "tool_choice demands calls, and the reply must also have another form; give only one."
-            raise invalid_value("tool_choice", sentence)
+        if params.structured is not None and choice.mode == "auto":
+            raise invalid_value("tools", "tools are strict, and the text must have a form; give only one.")
         grammar = call_grammar(
             row,
             tools,

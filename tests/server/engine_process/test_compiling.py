@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from pensieve_jax import InvalidRequestError, SamplingParams, StructuredOutput
-from pensieve_jax.core.errors import GrammarQueueFullError
+from pensieve_jax.core.errors import GrammarFailedError, GrammarQueueFullError
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process import compiling
 from pensieve_jax.text.grammar import Grammars
@@ -62,6 +62,30 @@ def test_a_refused_grammar_refuses_its_message_alone() -> None:
             assert (await good.result()).text == "b"
 
     run(work())
+
+
+def test_an_error_of_the_library_refuses_its_message_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_once = Grammars._compile
+
+    def broken(grammars: Grammars, form: StructuredOutput) -> object:
+        if form.text == "broken":
+            raise ZeroDivisionError
+        return compile_once(grammars, form)
+
+    monkeypatch.setattr(Grammars, "_compile", broken)
+
+    async def work() -> None:
+        async with fake_engine() as engine:
+            bad = engine.submit(masked(StructuredOutput.regex("broken")))
+            good = engine.submit(masked(StructuredOutput.regex("b")))
+            with pytest.raises(GrammarFailedError, match="could not be compiled"):
+                await bad.result()
+            assert (await good.result()).text == "b"
+
+    run(work())
+    assert "a grammar could not be compiled" in caplog.text
 
 
 def test_a_turn_is_cancelled_while_its_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

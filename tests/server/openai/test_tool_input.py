@@ -27,6 +27,7 @@ from tests.text.tool_templates import (
 )
 
 TOKENIZER = Tokenizer(byte_tokenizer()._backend, eos_token="<eos>", chat_template=QWEN3)
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 THOUGHT = "<think>\nlet me see\n</think>\n\n"
 CALL = THOUGHT + written("look_up", '{"word": "cat"}')
 FLAT = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
@@ -97,9 +98,6 @@ def server(tmp_path: Path) -> Iterator[ToolServer]:
         yield made
 
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-
-
 def test_a_chat_with_calls_goes_on_from_its_tokens(server: ToolServer) -> None:
     """Also if the client drops reasoning, names the call otherwise and writes its arguments anew."""
     messages = [{"role": "system", "content": "Be kind."}, user("what is a cat?")]
@@ -161,6 +159,64 @@ def test_a_prefill_and_the_text_after_it_are_one_reply(server: ToolServer, store
     second = server.stored.engine.turns[-1].spec
     assert first.node is not None and second.node is not None
     assert second.node.parent_id == first.node.turn_id
+
+
+HOSTED: list[dict[str, Any]] = [
+    {"type": "web_search", "search_context_size": "low"},
+    {"type": "local_shell"},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}, "custom": {"name": "p"}},
+    {"type": "mcp", "server_label": "x", "server_url": "http://x"},
+    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, f"{RESPONSES}/input_tokens", "/tokenize", MESSAGES])
+def test_tools_that_are_no_functions_may_be_left_out(tmp_path: Path, path: str) -> None:
+    """The functions are rendered and called as ever; a demanded call of another tool is refused."""
+    functions: list[dict[str, Any]] = {
+        CHAT: TOOLS,
+        "/tokenize": TOOLS,
+        MESSAGES: [
+            {"name": "look_up", "input_schema": TOOLS[0]["function"]["parameters"]},
+            {"type": "custom", "name": "now", "input_schema": {"type": "object"}},
+        ],
+    }.get(path, FLAT)
+    hosted = [{"type": "web_search_20250305", "name": "web_search"}] if path == MESSAGES else HOSTED
+    body = {"input": "hi"} if path.startswith(RESPONSES) else {"messages": [user("hi")]}
+    if path == MESSAGES:
+        body["max_tokens"] = 500
+    listed = ",".join(f"tools[{index + 1}]" for index in range(len(hosted)))
+
+    async def send(server: StoredServer, **fields: Any) -> httpx2.Response:
+        async with server.harness.client() as client:
+            return await client.post(path, json=body | fields)
+
+    tools = [functions[0], *hosted, *functions[1:]]
+    settings = ServerSettings(tools="functions")
+    reply = say(written("look_up", '{"word": "cat"}'))
+    with closing(
+        StoredServer(tmp_path / "history.sqlite", reply, tokenizer=TOKENIZER, settings=settings)
+    ) as server:
+        plain = asyncio.run(send(server, tools=functions))
+        assert plain.status_code == 200 and "x-ignored-fields" not in plain.headers
+        answer = asyncio.run(send(server, tools=tools))
+        assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == listed
+        turns = server.engine.turns
+        if turns:
+            assert turns[0].spec.template_input == turns[1].spec.template_input
+            assert "look_up" in answer.text and (
+                "tool_calls" in answer.text or "tool_use" in answer.text or "function_call" in answer.text
+            )
+        else:
+            assert answer.json() == plain.json()
+        if path in (CHAT, RESPONSES):
+            refused = asyncio.run(send(server, tools=hosted, tool_choice="required"))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+            refused = asyncio.run(send(server, tools=tools, tool_choice={"type": "web_search"}))
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+    with closing(StoredServer(tmp_path / "other.sqlite", reply, tokenizer=TOKENIZER)) as server:
+        refused = asyncio.run(send(server, tools=tools))
+        assert refused.status_code == 400 and "--tools=functions" in refused.text
 
 
 @pytest.mark.parametrize(

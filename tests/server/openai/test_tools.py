@@ -239,6 +239,28 @@ def test_a_form_begins_behind_the_reasoning(path: Path, route: str, fields: Any)
     server.close()
 
 
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+def test_the_form_of_text_leaves_demanded_calls_alone(path: Path, route: str) -> None:
+    """As instructor sends it: the reply has no text, so only the calls have a form."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    if route == "responses":
+        form = {"text": {"format": {"type": "json_schema", "name": "City", "schema": schema, "strict": True}}}
+        fields: dict[str, Any] = {"input": "what?", "tools": FLAT}
+        named: dict[str, Any] = {"type": "function", "name": "add"}
+    else:
+        form = {"response_format": {"type": "json_schema", "json_schema": {"name": "City", "schema": schema}}}
+        fields = {"messages": [USER], "tools": TOOLS}
+        named = {"type": "function", "function": {"name": "add"}}
+    server = ScriptedServer(path, [ONE] * 4, HERMES)
+    for choice in ("required", named):
+        send(server, route, **fields, tool_choice=choice)
+        send(server, route, **fields, **form, tool_choice=choice)
+    plain, formed, one, one_formed = (turn.spec.params.structured for turn in server.engine.turns)
+    assert plain == formed and one == one_formed
+    assert "city" not in formed.text and json.dumps("add") in one_formed.text
+    server.close()
+
+
 def test_a_reply_ends_behind_one_call_without_parallel_calls(path: Path) -> None:
     server = ScriptedServer(path, [ONE + "\n" + written("now", "{}")] * 2, HERMES)
     for stream in (False, True):
@@ -271,9 +293,12 @@ def test_strict_tools_have_a_form_from_their_mark_on(path: Path) -> None:
             "tool_choice.function.name",
         ),
         (
-            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            {
+                "tools": [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}],
+                "response_format": {"type": "json_object"},
+            },
             "invalid_value",
-            "tool_choice",
+            "tools",
         ),
     ],
 )

@@ -107,7 +107,7 @@ class ContextFields(Body, kw_only=True):
         "messages": "Use input.",
         "reasoning_effort": "Use reasoning.effort.",
     }
-    OPTIONAL_OFFERS = frozenset({"tools"})
+    OPTIONAL_OFFERS = {"tools": ("function",)}  # noqa: RUF012 - a ClassVar of the base class
 
     model: str | None = None
     input: str | list[Any] | None = None
