@@ -39,6 +39,7 @@ class Commit(NamedTuple):
     """A turn to add, checked and packed.
 
     Attributes:
+      items: the items that it adds to the conversation of `draft`, those of its reply included.
       logprobs: packed log-probabilities of its reply, which are stored with `draft`.
       refusal: why its attachment cannot be stored.
     """
@@ -234,6 +235,8 @@ def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
         draft, items = responses_table.check_draft(attachment, turn.owner, field)
     except InvalidRequestError as error:
         return Commit("", row, turn.keep, None, (), error)
+    if draft.conversation is not None:
+        items = [*items, *server_conversations.packed_reply(draft.output_item_id, row)]
     logprobs = None if turn.logprobs is None else codec.pack_logprobs(turn.logprobs)
     return Commit("", row, turn.keep, draft, items, None, logprobs)
 

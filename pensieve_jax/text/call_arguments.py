@@ -1,14 +1,15 @@
 """The arguments of a tool call: JSON text in a message, an object in a chat template.
 
-Owns: parsing this text, its canonical form, and the object that templates read.
+Owns: parsing this text, halves of characters in it, its canonical form, and the object that templates read.
 Does not know: messages, tools' schemas, or how a model writes a call.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
@@ -18,13 +19,34 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     if not text.strip():
         return {}
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    check_depth(text)
+    value = json.loads(text, parse_constant=_refuse_constant)
+    if "\\u" in text and _SURROGATE.search(written := json.dumps(value, ensure_ascii=False)):
+        value = json.loads(without_surrogates(written))  # escapes of halves of characters
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {'list' if isinstance(value, list) else 'value'}, not an object")
     return value
+
+
+def check_depth(text: str) -> None:
+    """Raise ValueError for JSON with brackets so deep within each other that readers and writers may fail."""
+    depth = 0
+    for found in _STRING_OR_BRACKET.findall(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found, 0)
+        if depth > _MAX_DEPTH:
+            raise ValueError("nested too deeply")
+
+
+def without_surrogates(text: str) -> str:
+    """Join pairs of surrogates, which escapes in JSON and Python give, and replace others by U+FFFD."""
+    if _SURROGATE.search(text) is None:
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+_MAX_DEPTH: Final = 100
+_STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def canonical_arguments(text: str) -> str:

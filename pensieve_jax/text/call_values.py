@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
 
+from pensieve_jax.text.call_arguments import check_depth
 from pensieve_jax.text.partial_json import SPACE
 
 
-def value_of(text: str, schema: Any) -> Any:
-    """Return an argument's value: the text, unless its schema has other types and the text is one of them."""
-    types = _types_of(schema)
+def argument_of(text: str, schema: Any, root: Any = None) -> str:
+    """Return an argument as JSON: the text, unless its schema has other types and the text is one of them.
+
+    Args:
+      text: the argument as the model wrote it.
+      schema: its schema, which no one has checked.
+      root: the schema of all parameters, where references begin.
+    """
+    return json.dumps(_value_of(text, _types_of(schema, root)), ensure_ascii=False)
+
+
+def _value_of(text: str, types: Collection[str]) -> Any:
     if not types or types == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = _parsed(text)
     except ValueError:
         lowered = text.strip().lower()
         if "boolean" in types and lowered in ("true", "false"):
@@ -29,6 +42,19 @@ def value_of(text: str, schema: Any) -> Any:
     # A text that only looks like a number stays one where strings are allowed and numbers are not.
     if "string" in types and _TYPE_NAMES[type(value)].isdisjoint(types):
         return text
+    return value
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text; raise ValueError for any other, and for one that is too deep."""
+    check_depth(text)
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError
     return value
 
 
@@ -43,61 +69,112 @@ _TYPE_NAMES: Final[Mapping[type, frozenset[str]]] = {
 }
 
 
-def _types_of(schema: Any) -> set[str]:
-    """Return the types that a schema allows, as far as its own words say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    found = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for word in ("anyOf", "oneOf"):
-        alternatives = schema.get(word)
-        for one in alternatives if isinstance(alternatives, list) else ():
-            found |= _types_of(one)
-    values = schema.get("enum")
-    for value in values if not found and isinstance(values, list) else ():
-        found |= _TYPE_NAMES.get(type(value), frozenset())
+def _types_of(schema: Any, root: Any) -> set[str]:
+    """Return the types that a schema allows, as far as it and what it refers to say."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind, values = one.get("type"), one.get("enum")
+        kinds = kind if isinstance(kind, list) else [kind]
+        own = {name for name in kinds if isinstance(name, str)}
+        if not own:
+            values = values if isinstance(values, list) else [one["const"]] if "const" in one else []
+            own.update(*(_TYPE_NAMES.get(type(value), ()) for value in values))
+        found |= own
+        for word in ("anyOf", "oneOf", "allOf"):
+            parts = one.get(word)
+            waiting += parts if isinstance(parts, list) else ()
+        waiting.append(_referred(one.get("$ref"), root))
     return found
 
 
-def end_of_python_call(text: str) -> int | None:
-    """Return where the first call of a list ends, or the list itself; None before the end.
+def _referred(reference: Any, root: Any) -> Any:
+    """Return what a reference within a schema points to; None if there is nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for word in unquote(reference[1:]).split("/")[1:]:
+        key = word.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and key.isascii() and len(key) < _MAX_INDEX_DIGITS:
+            found = found[int(key)] if int(key) < len(found) else None
+        else:
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return found
 
-    The text begins with "[", or behind a call.
-    """
-    depth, quote, is_escaped = 0, "", False
-    for at, character in enumerate(text):
-        if quote:
-            if is_escaped:
-                is_escaped = False
-            elif character == "\\":
-                is_escaped = True
-            elif character == quote:
-                quote = ""
-        elif character in "'\"":
-            quote = character
-        elif character == "[" and not depth and not text[:at].strip(SPACE):
-            continue  # the list's own bracket
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            if not depth:
-                return at + 1
-            depth -= 1
-            if not depth and character == ")":
-                return at + 1
-    return None
+
+_MAX_INDEX_DIGITS: Final = 9
+
+
+class PythonCallEnd:
+    """Search for the end of the first call of a list in text that arrives in pieces; it reads each once."""
+
+    def __init__(self) -> None:
+        self._at = self._depth = 0
+        self._quote = ""
+        self._is_escaped = self._has_begun = False
+
+    def find(self, text: str) -> int | None:
+        """Return where the first call ends, or the list itself; None before the end.
+
+        The text begins with "[", or behind a call. Each further call has the same text with more behind it.
+        """
+        for at in range(self._at, len(text)):
+            character = text[at]
+            has_begun = self._has_begun
+            self._has_begun = has_begun or character not in SPACE
+            if self._quote:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in "'\"":
+                self._quote = character
+            elif character == "[" and not has_begun:
+                continue  # the list's own bracket
+            elif character in "([{":
+                self._depth += 1
+            elif character in ")]}":
+                if not self._depth:
+                    return at + 1
+                self._depth -= 1
+                if not self._depth and character == ")":
+                    return at + 1
+        self._at = len(text)
+        return None
 
 
 def python_call(text: str) -> tuple[str, str] | None:
     """Return the name of a call and its arguments as JSON; None for any other text."""
     try:
-        tree = ast.parse(text.lstrip(SPACE + ",["), mode="eval").body
+        text = _ESCAPE.sub(_python_escape, text.lstrip(SPACE + ",["))
+        tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args:
             return None
         values = {one.arg or "": _literal(one.value) for one in tree.keywords}
-        return ast.unparse(tree.func), json.dumps(values, ensure_ascii=False)
+        return ast.unparse(tree.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+_ESCAPE: Final = re.compile(r"\\([0-7]{1,3}|.)", re.DOTALL)
+_PYTHON_ESCAPES: Final = "\n\\'\"abfnrtvxNuU"
+_MAX_OCTAL: Final = 0o377
+
+
+def _python_escape(found: re.Match[str]) -> str:
+    """Return an escape in a string as Python reads it: JSON's slash, and no escapes that Python warns of."""
+    text = found[1]
+    if text == "/":
+        return text
+    is_known = int(text, 8) <= _MAX_OCTAL if text[0] in "01234567" else text in _PYTHON_ESCAPES
+    return found[0] if is_known else "\\" + found[0]
 
 
 def _literal(node: ast.expr) -> Any:

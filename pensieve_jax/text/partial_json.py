@@ -175,8 +175,9 @@ class CallObject:
 
 def _unquoted(text: str) -> str:
     """Return the text of a JSON string; return any other text unchanged."""
+    if not text.startswith('"'):
+        return text
     try:
-        value = json.loads(text)
+        return str(json.loads(text))
     except ValueError:
         return text.strip('"')
-    return value if isinstance(value, str) else text

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -23,11 +24,8 @@ from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
-_ANALYSIS: Final = re.compile(
-    r"<\|channel\|>analysis(?:(?!<\|message\|>).)*<\|message\|>(?:(?!<\|end\|>|<\|call\|>).)*(?:<\|end\|>)?",
-    re.DOTALL,
-)
-"""A message of reasoning, as gpt-oss writes it."""
+_HARMONY_MARK: Final = re.compile(r"<\|channel\|>analysis|<\|message\|>|<\|end\|>|<\|call\|>")
+"""Where a message of gpt-oss's reasoning begins, where its text begins, and where it ends."""
 
 
 class ReplyParts(NamedTuple):
@@ -125,24 +123,42 @@ def num_reasoning_tokens(pieces: Iterable[str], template: TemplateInput) -> int:
     if not template.reply.reasoning:
         return 0
     pieces, prefill = list(pieces), template.prefill or ""
-    spans = _reasoning_spans(prefill + "".join(pieces), template.reply)
+    spans = deque(_reasoning_spans(prefill + "".join(pieces), template.reply))
     num_tokens, begin = 0, len(prefill)
     for piece in pieces:
-        num_tokens += any(first <= begin < last for first, last in spans)
+        while spans and spans[0][1] <= begin:
+            spans.popleft()
+        num_tokens += bool(spans) and spans[0][0] <= begin
         begin += len(piece)
     return num_tokens
 
 
 def _reasoning_spans(text: str, reply: ReplyFormat) -> list[tuple[int, int]]:
-    """Return where the reasoning of a reply begins and ends in its text, marks included."""
+    """Return where the reasoning of a reply begins and ends in its text, marks included, in order."""
     row = REASONING_FORMATS[reply.reasoning]
     if not row.end:
-        return [found.span() for found in _ANALYSIS.finditer(text)]
+        return list(_analysis_spans(text))
     begin = 0 if reply.is_open else len(text) - len(text.lstrip())
     if not reply.is_open and not text.startswith(row.start, begin):
         return []
     end = text.find(row.end)
     return [(begin, len(text) if end < 0 else end + len(row.end))]
+
+
+def _analysis_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yield where messages of reasoning begin and end in a reply of gpt-oss, in one pass."""
+    begin, has_text = None, False
+    for found in _HARMONY_MARK.finditer(text):
+        mark = found[0]
+        if begin is None:
+            begin = found.start() if mark == "<|channel|>analysis" else None
+        elif not has_text:
+            has_text = mark == "<|message|>"
+        elif mark in ("<|end|>", "<|call|>"):
+            yield begin, found.end() if mark == "<|end|>" else found.start()
+            begin, has_text = None, False
+    if begin is not None and has_text:
+        yield begin, len(text)
 
 
 def has_parts(template: TemplateInput) -> bool:

@@ -21,7 +21,8 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from pensieve_jax.text.call_values import end_of_python_call, python_call, value_of
+from pensieve_jax.text.call_arguments import without_surrogates
+from pensieve_jax.text.call_values import PythonCallEnd, argument_of, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -73,6 +74,7 @@ class ReplyParser:
         self._raw = ""  # what was read since a mark, until it is known to be a call
         self._object = CallObject()
         self._value = JsonValue()
+        self._call_end = PythonCallEnd()
         self._num_parameters = 0
         self._name = ""
         self._has_arguments = False
@@ -119,6 +121,8 @@ class ReplyParser:
             self._say(ContentText, self._raw + self._buffer)
         elif self._state == self._body_of_message:
             self._add_to_message(self._buffer)
+            if self._channel == "call" and not self._has_arguments:
+                self._pass("{}")
         elif self._state == self._header_of_message and not self._channel:
             self._say(ContentText, self._buffer)
         elif self._state == self._read_object:
@@ -258,7 +262,7 @@ class ReplyParser:
 
     def _begin_call(self) -> None:
         assert self._tools is not None
-        self._object, self._value = CallObject(), JsonValue()
+        self._object, self._value, self._call_end = CallObject(), JsonValue(), PythonCallEnd()
         self._name, self._has_arguments, self._num_parameters, self._num_ends = "", False, 0, 0
         states = {
             "object": self._read_object,
@@ -270,10 +274,10 @@ class ReplyParser:
         self._state = states[self._tools.body]
 
     def _call(self, name: str, header: str = "") -> None:
-        self._name, self._raw = name, ""
+        self._name, self._raw = without_surrogates(name), ""
         self.num_calls += 1
         if self._is_wanted:
-            self._events.append(CallBegun(self.num_calls - 1, name, header))
+            self._events.append(CallBegun(self.num_calls - 1, self._name, without_surrogates(header)))
 
     @property
     def _is_wanted(self) -> bool:
@@ -285,7 +289,7 @@ class ReplyParser:
         if text:
             self._has_arguments = True
             if self._is_wanted:
-                self._events.append(ArgumentText(self.num_calls - 1, text))
+                self._events.append(ArgumentText(self.num_calls - 1, without_surrogates(text)))
 
     def _end_call(self) -> None:
         if not self._has_arguments:
@@ -428,10 +432,10 @@ class ReplyParser:
         return True
 
     def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
-        properties: Any = (self._schemas or {}).get(self._name)
-        properties = properties.get("properties") if isinstance(properties, Mapping) else None
+        parameters: Any = (self._schemas or {}).get(self._name)
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         schema = properties.get(name) if isinstance(properties, Mapping) else None
-        value = json.dumps(text if is_cut else value_of(text, schema), ensure_ascii=False)
+        value = json.dumps(text, ensure_ascii=False) if is_cut else argument_of(text, schema, parameters)
         start = ", " if self._num_parameters else "{"
         self._num_parameters += 1
         self._pass(f"{start}{json.dumps(name)}: {value[:-1] if is_cut else value}")
@@ -486,9 +490,10 @@ class ReplyParser:
 
     def _python(self) -> bool:
         """Read a list of Python calls; each is passed on once it is complete."""
-        end = end_of_python_call(self._buffer)
+        end = self._call_end.find(self._buffer)
         if end is None:
             return False
+        self._call_end = PythonCallEnd()
         text, rest = self._buffer[:end], self._buffer[end:]
         if text == "]" or text.endswith("]"):
             if self.num_calls and not text[:-1].strip(SPACE + ","):

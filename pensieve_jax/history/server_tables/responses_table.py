@@ -94,7 +94,8 @@ def complete(
 ) -> None:
     """After a turn was added, store its response, its request's key, and its items in a conversation.
 
-    `logprobs` are the packed log-probabilities of its reply, if they were requested.
+    `items` are those of the request and of its reply. `logprobs` are the packed log-probabilities of its
+    reply, if they were requested.
 
     Raises UnknownRecordError for a background response that is not queued any more, ConversationChangedError,
     or InvalidRequestError for an id or a key that is taken.
@@ -117,8 +118,7 @@ def complete(
             job=logprobs,
         )
     if draft.conversation is not None:
-        reply = server_conversations.packed_reply(draft.output_item_id, row)
-        server_conversations.append_turn(connection, draft.conversation, [*items, *reply], row)
+        server_conversations.append_turn(connection, draft.conversation, items, row)
 
 
 def queue(connection: Connection, change: QueueResponse) -> None:

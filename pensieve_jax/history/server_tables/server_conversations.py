@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from pensieve_jax.core.errors import (
     PensieveError,
     UnknownRecordError,
 )
+from pensieve_jax.core.template_input import NO_INPUT
 from pensieve_jax.history import codec, turns_table
 from pensieve_jax.history.codec import TurnRow
 from pensieve_jax.history.connection import Connection
@@ -41,6 +43,7 @@ from pensieve_jax.history.store import TurnKey
 ROW: Final = "SELECT conversation_id, owner, version, metadata, created_at_s FROM conversations"
 THIS: Final = "owner = ? AND conversation_id = ? AND metadata IS NOT NULL"
 ITEM: Final = "SELECT item_id, position, item FROM items"
+_log = logging.getLogger(__name__)
 MAX_DELETED_ITEMS: Final = 100
 MAX_DELETED_CHARACTERS: Final = 2**20
 """Limits of one change, so that it does not block the engine's thread; a longer item is deleted alone."""
@@ -81,7 +84,12 @@ def packed_reply(item_id: str, row: TurnRow) -> list[Item]:
     """Return a turn's reply as items of the Conversations API; `item_id` is "msg_" and the turn's id."""
     status = "completed" if row.finish_reason == "stop" else "incomplete"
     _, template_input = codec.unpack_messages(row.messages)
-    items = reply_items(item_id.removeprefix("msg_"), row.output_text or "", template_input, status)
+    turn_id, text = item_id.removeprefix("msg_"), row.output_text or ""
+    try:
+        items = reply_items(turn_id, text, template_input, status)
+    except Exception:  # a defect of a parser must cost neither the turn nor the engine
+        _log.exception("The reply of turn %s could not be divided; it is stored as text.", turn_id)
+        items = reply_items(turn_id, text, NO_INPUT, status)
     return [(item["id"], json.dumps(item, separators=(",", ":"))) for item in items]
 
 

@@ -25,6 +25,7 @@ from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.server.context.hashes import canonical_text, chain_after
 from pensieve_jax.text import ReplyReader
 from pensieve_jax.text.messages import Message, content_of
+from pensieve_jax.text.replies import has_parts
 
 _TURN_BYTES = 1000  # estimated Python overhead of a turn, without its messages, texts and ids
 _MESSAGE_BYTES = 300  # estimated Python overhead of a message, without its text
@@ -240,11 +241,13 @@ class HistoryTurns:
         """Return the newest turn with this chain and reply among the chain's newest turns, or None."""
         chain, content = chain_after(before, reply), canonical_text(content_of(reply))
         for turn_id, text in self._reader.find_chain(owner, before):
-            # A reply may have reasoning and calls beside its content, or a prefill before its text.
-            if content not in (text or "") and canonical_text(text or "") not in content:
-                continue
             with contextlib.suppress(UnknownTurnError):  # deleted since
-                turn = self._past(owner, self._reader.turn(owner, turn_id))
+                view = self._reader.turn(owner, turn_id)
+                # A prefill stands before the text. Parts may be anywhere in it, on both sides of a call.
+                is_other = content not in (text or "") and canonical_text(text or "") not in content
+                if is_other and not has_parts(view.template_input):
+                    continue
+                turn = self._past(owner, view)
                 if turn.chain == chain:
                     return turn
         return None

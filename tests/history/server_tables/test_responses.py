@@ -19,6 +19,7 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
 )
 from pensieve_jax.core.outputs import TokenLogprob, Usage
+from pensieve_jax.core.template_input import ReplyFormat, TemplateInput
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.history import HistoryReader, SQLiteHistoryStore, TurnRecord, codec, open_store
 from pensieve_jax.history.server_tables import responses_table, server_conversations
@@ -36,6 +37,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseDraft,
     UpdateConversation,
 )
+from pensieve_jax.text.reply_parser import ReplyParser
 
 FINGERPRINT = "model:a tokenizer:b"
 
@@ -156,6 +158,35 @@ def test_a_turn_of_a_conversation_adds_its_items_and_moves_the_head(store, reade
         "content": [{"type": "output_text", "text": "ho", "annotations": [], "logprobs": []}],
     }
     assert (row.version, row.metadata, row.created_at_s) == (1, '{"a":"b"}', 5.0)
+
+
+def test_a_reply_that_cannot_be_divided_is_stored_as_text(store, reader, monkeypatch, caplog):
+    """The planted defect of a parser costs neither the turn nor the engine that commits it."""
+
+    def fail(parser, text):
+        raise TypeError("unhashable type")
+
+    monkeypatch.setattr(ReplyParser, "feed", fail)
+    begin_conversation(store)
+    one = turn(template_input=TemplateInput(reply=ReplyFormat(calls="hermes")))
+    assert not commit(store, one, conversation=append_to())
+    (item,) = reader.all_items("ann", "conv_1")[1]
+    assert json.loads(item.item)["content"][0]["text"] == "ho"
+    assert f"The reply of turn {one.turn_id} could not be divided" in caplog.text
+
+
+def test_replies_are_divided_before_the_transaction(store, monkeypatch):
+    inside = []
+
+    def packed(item_id, row):
+        inside.append(store._connection.in_transaction)
+        return original(item_id, row)
+
+    original = server_conversations.packed_reply
+    monkeypatch.setattr(server_conversations, "packed_reply", packed)
+    begin_conversation(store)
+    commit(store, turn(), conversation=append_to())
+    assert inside == [False]
 
 
 def test_only_the_turn_that_lost_a_race_is_refused(store, reader):

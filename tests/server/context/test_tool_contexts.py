@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+from pensieve_jax.core.template_input import NO_INPUT, ReplyFormat, TemplateInput
 from pensieve_jax.history.opening import open_store
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.store import TurnRecord
@@ -193,6 +194,27 @@ def test_turns_with_tools_are_found_in_the_history(monkeypatch: pytest.MonkeyPat
     assert found.parent.template_input.tools == WITH_TOOLS.tools
     assert found.parent.reply["reasoning"] == "let me see"
     assert found.keep == found.parent.num_tokens
+
+
+def test_a_reply_with_text_on_both_sides_of_a_call_is_found_in_the_history(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "history.sqlite", tool_tokenizer(QWEN3)
+    read_so = replace(WITH_TOOLS, reply=ReplyFormat(calls="hermes"))
+    text = "I look.\n" + written("add", '{"x": 1}') + "\nThat is it."
+    with (
+        open_store(path, fingerprint=FINGERPRINT) as store,
+        closing(HistoryReader(path, fingerprint=FINGERPRINT)) as reader,
+    ):
+        resolver = resolving(tokenizer, reader)
+        resolved = resolver.resolve("ann", [user("hi")], epoch=1, durable=True, template_input=read_so)
+        ids = [*tokenizer.encode(text, add_bos=False), 2]
+        store.commit([record_of(resolved, ids, text)])
+        reply = ReplyReader(tokenizer).message(text, ids, read_so, turn=resolved.node.turn_id)
+        messages = [user("hi"), reply, result(reply["tool_calls"][0]["id"], "2")]
+        found = resolving(tokenizer, reader).resolve(
+            "ann", messages, epoch=1, durable=True, template_input=read_so
+        )
+    assert reply["content"] == "I look.That is it."
+    assert found.parent is not None and found.parent.turn_id == resolved.node.turn_id
 
 
 def record_of(resolved: ResolvedContext, token_ids: list[int], text: str) -> TurnRecord:

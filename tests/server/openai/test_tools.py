@@ -43,6 +43,11 @@ REPLIES = {
         [("add", '{"name": "John"}')],
     ),
     "broken arguments": (written("add", '{"x": 1,, y}'), None, [("add", '{"x": 1,, y}')]),
+    "half a character": (
+        written("a\\ud83d", '{"x": "\\ud83d"}'),
+        None,
+        [("a\ufffd", '{"x": "\\ud83d"}')],
+    ),
     "no call": ("a <b> & [c]", "a <b> & [c]", []),
 }
 
@@ -339,4 +344,18 @@ def test_references_name_each_item_of_a_reply(path: Path) -> None:
     unknown = [{"type": "item_reference", "id": output[2]["id"] + "r7"}]
     status, error = ask(server.harness, "POST", "/v1/responses", {"input": unknown})
     assert (status, error["error"]["param"]) == (404, "input[0].id")
+
+
+@pytest.mark.parametrize("kind", [[{"x": 1}], ["array"]])
+def test_no_schema_and_no_argument_breaks_the_commit_of_a_reply(path: Path, kind: Any) -> None:
+    deep = "[" * 1600 + "]" * 1600
+    text = f"<tool_call>\n<function=f>\n<parameter=p>\n{deep}\n</parameter>\n</function>\n</tool_call>"
+    schema = {"type": "object", "properties": {"p": {"type": kind}}}
+    server = ScriptedServer(path, [text] * 2, HERMES, tool_call_parser="qwen3_xml")
+    conversation = send(server, "conversations")["id"]
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
+    answer = send(server, "responses", input="hi", tools=tools, conversation=conversation)
+    assert json.loads(answer["output"][0]["arguments"]) == {"p": deep}
+    status, items = ask(server.harness, "GET", f"/v1/conversations/{conversation}/items")
+    assert status == 200 and [item["type"] for item in items["data"]] == ["function_call", "message"]
     server.close()
