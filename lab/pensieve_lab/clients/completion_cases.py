@@ -110,20 +110,26 @@ async def tools(client: Any) -> None:
     )
 
 
-@case(CHATS, "audio and predictions", is_refusal=True)
-async def refused_parameters(client: Any) -> None:
-    for name, value in (
-        ("modalities", ["audio"]),
-        ("prediction", {"type": "content", "content": "x"}),
-    ):
-        await refused(
-            "unsupported_parameter",
-            name,
-            client.chat.completions.create,
-            **CHAT,
-            messages=HELLO,
-            **{name: value},
-        )
+@case(CHATS, "audio", is_refusal=True)
+async def audio(client: Any) -> None:
+    await refused(
+        "unsupported_parameter",
+        "modalities",
+        client.chat.completions.create,
+        **CHAT,
+        messages=HELLO,
+        modalities=["audio"],
+    )
+
+
+@case(CHATS, "reasoning effort")
+async def reasoning_effort(client: Any) -> None:
+    """The model's template has none, so that the answer is the one without it."""
+    answers = [
+        await client.chat.completions.create(**CHAT, messages=HELLO, **fields)
+        for fields in ({}, {"reasoning_effort": "high"})
+    ]
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
 
 @case(CHATS, "images", is_refusal=True)

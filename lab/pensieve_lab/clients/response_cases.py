@@ -226,6 +226,16 @@ async def images(client: Any) -> None:
         )
 
 
+@case(RESPONSES, "reasoning effort")
+async def reasoning_effort(client: Any) -> None:
+    """The model's template has none, so that the answer is the one without it."""
+    answers = [
+        await client.responses.create(**GREEDY, input="Hi!", **fields)
+        for fields in ({}, {"reasoning": {"effort": "high"}})
+    ]
+    assert answers[0].output_text == answers[1].output_text
+
+
 @case(RESPONSES, "truncation and stored prompts", is_refusal=True)
 async def others(client: Any) -> None:
     for name, value, param in (

@@ -6,8 +6,8 @@ Called by `server.openai` and `turns.stored`.
 
 An item is stored as a JSON object that satisfies OpenAI's output schema: a list of parts, an id, a status.
 The id tells where the item is, so resolving an `item_reference` needs no search: `msg_<turn id>`,
-`rs_<turn id>` and `fc_<turn id>` are the first message, reasoning and call of the reply of that turn, those with
-`r<n>` at the end are later ones, and `msg_<turn id>_<n>` is item n of its request.
+`rs_<turn id>` and `fc_<turn id>` are the first message, reasoning and call of the reply of that turn, and
+`r<n>` at their end makes later ones; `msg_<turn id>_<n>` is item n of its request.
 """
 
 from __future__ import annotations
