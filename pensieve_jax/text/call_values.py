@@ -21,7 +21,7 @@ def value_of(text: str, schema: Any) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         lowered = text.strip().lower()
         if "boolean" in types and lowered in ("true", "false"):
             return lowered == "true"

@@ -177,6 +177,6 @@ def _unquoted(text: str) -> str:
     """Return the text of a JSON string; return any other text unchanged."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip('"')
     return value if isinstance(value, str) else text
