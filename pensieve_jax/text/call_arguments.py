@@ -53,11 +53,11 @@ def canonical_arguments(text: str) -> str:
     """Return a text that is the same for all spellings of these arguments.
 
     Clients parse arguments and write them again, with other white space, or 1 in place of 1.0. Any text but a
-    JSON object is returned unchanged.
+    JSON object is returned unchanged, as is one nested too deeply to be compared.
     """
     try:
         return json.dumps(_whole_numbers(parse_arguments(text)), sort_keys=True, separators=(",", ":"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

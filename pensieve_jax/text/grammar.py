@@ -13,10 +13,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -34,6 +37,15 @@ if TYPE_CHECKING:
     import llguidance
 
 MAX_KEPT: Final = 256
+MAX_KEPT_S: Final = 2.0
+"""Seconds that compiling all kept grammars took, which measure their memory: about 0.1 MB for each ms."""
+MAX_MULTIPLE: Final = 10_000
+"""Limit of `multipleOf`, as an integer without its decimal point; of several, of their common multiple.
+
+The library makes a state for each remainder: 10 million take 10 s and gigabytes, and cannot be stopped.
+"""
+MAX_GBNF_RULES: Final = 1000
+"""Limit of rules in GBNF. Its conversion is Python code and takes time of the square of their number."""
 _WORD_BITS: Final = 32
 _ESCAPE_OR_SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
 _MAX_MESSAGE: Final = 300
@@ -41,6 +53,10 @@ _MAX_TRIAL_MASKS: Final = 8
 _HAS_LIBRARY: Final = importlib.util.find_spec("llguidance") is not None
 # A weak model can repeat white space without end, where any amount of it is valid.
 _WHITE_SPACE: Final = r"[\x20\x0A\x0D\x09]{1,16}"
+# The library's own pattern begins with white space of several lines, and takes 15 s for 60,000 empty ones.
+_IS_LARK: Final = re.compile(r"^[^\S\n]*(?:%llguidance\b|start[^\S\n]*:)", re.MULTILINE)
+_ASCII_ESCAPE: Final = re.compile(r"\\u00([2-7][0-9a-fA-F])")
+_MULTIPLE: Final = re.compile(r'multipleOf"\s*:\s*([-+.0-9eE]+)')
 # Words of the library's messages, for what it cannot hold and for what exceeds its limits.
 _UNSUPPORTED: Final = ("unimplemented", "not supported", "unknown format", "unsupported")
 _TOO_COMPLEX: Final = ("too complex", "too large", "too many", "max is", "exceeded", "limit", "fuel")
@@ -72,7 +88,10 @@ def schema_for_library(schema: dict[str, Any] | bool) -> dict[str, Any]:
 class Grammars:
     """The compiled grammars of one model; threads may share it.
 
-    The most recently used ones are kept, at most 256.
+    The most recently used ones are kept: at most 256, and what took at most 2 s to compile.
+
+    Attributes:
+      now_s: the clock of compiling, in seconds; a test has its own.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -88,6 +107,8 @@ class Grammars:
         self._eos_token_ids = tuple(one for one in eos_token_ids if one < tokenizer.vocab_size)
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._seconds: dict[StructuredOutput, float] = {}
+        self.now_s: Callable[[], float] = time.thread_time
 
     def prepare(self) -> None:
         """Convert the tokenizer, if the library is installed; the first grammar does so otherwise."""
@@ -109,12 +130,20 @@ class Grammars:
         """
         found = self.kept(structured)
         if found is None:
+            began_s = self.now_s()
             found = self._compile(structured)
+            seconds = self.now_s() - began_s
             with self._lock:
-                self._kept[structured] = found
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
+                self._kept[structured], self._seconds[structured] = found, seconds
+                self._drop_oldest()
         return found
+
+    def _drop_oldest(self) -> None:
+        """Drop the grammars that were not used for longest, down to the limits; the newest stays."""
+        total_s = sum(self._seconds.values())
+        while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or total_s > MAX_KEPT_S):
+            oldest, _ = self._kept.popitem(last=False)
+            total_s -= self._seconds.pop(oldest)
 
     def _compile(self, structured: StructuredOutput) -> Grammar:
         library = _library(structured)
@@ -331,12 +360,13 @@ def _fill(matcher: llguidance.LLMatcher, words: np.ndarray) -> None:
 def _source(structured: StructuredOutput) -> str:
     """Return a form as the library's own JSON."""
     from llguidance import regex_to_lark
-    from llguidance.gbnf_to_lark import any_to_lark
 
     text = structured.text
     match structured.kind:
         case "json_schema":
-            return _grammars({"json_schema": schema_for_library(json.loads(text))})
+            schema = json.loads(text)
+            _check_multiples(structured, _multiples(schema))
+            return _grammars({"json_schema": schema_for_library(schema)})
         case "json_object":
             return _grammars({"json_schema": schema_for_library({"type": "object"})})
         case "regex":
@@ -348,10 +378,64 @@ def _source(structured: StructuredOutput) -> str:
             choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in structured.choices)
             return _grammars({"lark_grammar": f"start: {choices}"})
         case "grammar":
-            try:
-                return _grammars({"lark_grammar": any_to_lark(text)})
-            except Exception as error:  # the library raises Exception itself for text that it cannot read
-                raise _refusal(structured, str(error)) from error
+            rules = text if _IS_LARK.search(text) else _lark_of_gbnf(structured)
+            unescaped = _ASCII_ESCAPE.sub(lambda found: chr(int(found[1], 16)), rules)
+            _check_multiples(structured, _MULTIPLE.findall(unescaped))
+            return _grammars({"lark_grammar": rules})
+
+
+def _lark_of_gbnf(structured: StructuredOutput) -> str:
+    """Return a grammar of llama.cpp's notation in Lark's; raises an error for a wrong one."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    num_rules = structured.text.count("::=")
+    if num_rules > MAX_GBNF_RULES:
+        raise GrammarTooComplexError(
+            "structured.grammar", f"{num_rules} rules of GBNF", f"at most {MAX_GBNF_RULES} rules"
+        )
+    try:
+        converted: str = gbnf_to_lark(structured.text)
+    except RecursionError as error:
+        raise GrammarTooComplexError("structured.grammar", structured.text, "nested less deeply") from error
+    except (
+        Exception
+    ) as error:  # the converter raises Exception itself, and IndexError where a text ends early
+        limit = f"a grammar in Lark's or GBNF's notation ({_shortened(str(error))})"
+        raise InvalidRequestError("structured.grammar", structured.text, limit) from error
+    return converted
+
+
+def _multiples(schema: Any) -> Iterator[float | str]:
+    """Yield the values of `multipleOf` in a schema."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            value = part.get("multipleOf")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield value
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+
+
+def _check_multiples(structured: StructuredOutput, values: Iterable[float | str]) -> None:
+    """Raise GrammarTooComplexError for values of `multipleOf` that take too many states together."""
+    common = 1
+    for value in set(values):
+        try:
+            number = Decimal(str(value)).normalize()
+        except ArithmeticError:
+            continue  # no number, which the library refuses
+        _, digits, exponent = number.as_tuple()
+        if not isinstance(exponent, int) or not number:
+            continue
+        too_large = len(digits) + max(exponent, 0) > len(str(MAX_MULTIPLE))
+        if not too_large:
+            common = math.lcm(common, int("".join(map(str, digits))) * 10 ** max(exponent, 0))
+        if too_large or common > MAX_MULTIPLE:
+            limit = f"with a common multiple of all values of multipleOf of at most {MAX_MULTIPLE}"
+            raise GrammarTooComplexError(f"structured.{structured.kind}", f"multipleOf {value}", limit)
 
 
 def _without_slash(found: re.Match[str]) -> str:

@@ -389,3 +389,95 @@ def test_without_the_library_a_form_is_refused(monkeypatch):
     grammars.prepare()
     with pytest.raises(UnsupportedGrammarError, match=r"pensieve-jax\[structured\]"):
         grammars.compile(StructuredOutput.json_object())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"multipleOf": 9_999_991},
+        {"type": "integer", "multipleOf": 1e9},
+        {"type": "number", "multipleOf": 99991.5},
+        {"allOf": [{"multipleOf": 997}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"multipleOf": 991}}},
+        {"properties": {"a": {"items": {"multipleOf": 1e300}}}},
+        "start: %json " + json.dumps({"type": "integer", "multipleOf": 9_999_991}),
+        'start: %json {"multiple\\u004ff" : 9999991}',
+    ],
+    ids=str,
+)
+def test_a_multiple_with_too_many_remainders_is_refused_without_the_library(form, monkeypatch):
+    def fail(*_):
+        raise AssertionError("the library would take minutes")
+
+    monkeypatch.setattr("llguidance.LLMatcher.validate_grammar_with_warnings", fail)
+    is_schema = isinstance(form, dict)
+    made = StructuredOutput.json_schema(form) if is_schema else StructuredOutput.grammar(form)
+    with pytest.raises(GrammarTooComplexError, match="multipleOf"):
+        check_grammar(made)
+
+
+def test_usual_multiples_are_compiled():
+    for value in (1, 0.01, 0.25, 7, 10_000, 1e4, 2.5):
+        check_grammar(StructuredOutput.json_schema({"type": "number", "multipleOf": value}))
+    both = {
+        "properties": {"price": {"multipleOf": 0.01}, "multipleOf": {"const": {"multipleOf": "no number"}}}
+    }
+    check_grammar(StructuredOutput.json_schema(both))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root ::= " + "(" * 5000 + '"a"' + ")" * 5000,
+        'root ::= "a\\',
+        "root ::= other",
+        'root ::= "a"{' + "9" * 5000 + "}",
+        "root ::= $",
+        "a ::= root",
+        "no grammar",
+    ],
+    ids=lambda text: text[:16],
+)
+def test_a_wrong_gbnf_grammar_is_a_typed_error(text):
+    with pytest.raises(InvalidRequestError) as raised:
+        check_grammar(StructuredOutput.grammar(text))
+    assert raised.value.field == "structured.grammar"
+
+
+def test_gbnf_of_too_many_rules_is_refused_before_it_is_converted(monkeypatch):
+    def fail(_):
+        raise AssertionError("the conversion takes time of the square of the rules")
+
+    monkeypatch.setattr("llguidance.gbnf_to_lark.gbnf_to_lark", fail)
+    text = "root ::= a0\n" + "".join(f"a{at} ::= a{at + 1}\n" for at in range(grammar.MAX_GBNF_RULES))
+    with pytest.raises(GrammarTooComplexError, match="1001 rules of GBNF"):
+        check_grammar(StructuredOutput.grammar(text))
+
+
+def test_the_notation_is_found_without_the_library_s_pattern(monkeypatch):
+    """The pattern of the library takes time of the square of the empty lines, and holds the interpreter."""
+
+    def fail(_):
+        raise AssertionError("this takes 15 s for 64 KiB of empty lines")
+
+    monkeypatch.setattr("llguidance.gbnf_to_lark.is_lark_syntax", fail)
+    check_grammar(StructuredOutput.grammar('root ::= "a"' + "\n" * 1000))
+    check_grammar(StructuredOutput.grammar("\n" * 1000 + ' \tstart: "a"'))
+    check_grammar(StructuredOutput.grammar('%llguidance {}\nstart: "a"'))
+    for line in grammar._IS_LARK.pattern.split("|"):
+        assert r"\s*" not in line
+
+
+def test_kept_grammars_have_a_limit_of_the_time_that_compiling_took(monkeypatch):
+    times = iter(range(100))
+    made = Grammars(chat_tokenizer(), VOCAB_SIZE, [EOS])
+    made.now_s = lambda: float(next(times))  # each grammar takes 1 s
+    monkeypatch.setattr(grammar, "MAX_KEPT_S", 3.0)
+    forms = [StructuredOutput.regex(str(number)) for number in range(5)]
+    for form in forms:
+        made.compile(form)
+    assert [made.kept(form) is not None for form in forms] == [False, False, True, True, True]
+    monkeypatch.setattr(grammar, "MAX_KEPT_S", 0.5)
+    last = StructuredOutput.regex("last")
+    made.compile(last)
+    assert made.kept(last) is not None
+    assert not any(made.kept(form) for form in forms)

@@ -147,3 +147,9 @@ def test_malformed_tools_are_named(tools: object, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         check_tools(tools)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("depth", [100, 1_000, 1_200, 1_480, 2_900, 100_000])
+def test_arguments_of_any_depth_have_a_canonical_text(depth):
+    for text in ('{"a": ' + "[" * depth + "]" * depth + "}", '{"a": ' * depth + "1" + "}" * depth):
+        assert canonical_arguments(text) in (text, text.replace(" ", ""))

@@ -204,3 +204,16 @@ def test_an_argument_between_tags_has_the_type_of_its_schema(schema, text: str, 
     schemas = {"f": {"properties": {"p": schema}}}
     reply = f"<tool_call><function=f><parameter=p>{text}</parameter></function></tool_call>"
     assert json.loads(read("qwen3_xml", reply, schemas=schemas).calls[0].arguments) == {"p": value}
+
+
+def test_a_name_or_an_argument_of_any_depth_is_text():
+    deep = "[" * 100_000 + "]" * 100_000
+    parser = ReplyParser(TOOL_FORMATS["hermes"])
+    events = [*parser.feed('<tool_call>{"name": ' + deep + ', "arguments": {}}</tool_call>'), *parser.end()]
+    assert [event.name for event in events if isinstance(event, CallBegun)] == [deep]
+    schemas = {"f": {"properties": {"a": {"type": "array"}}}}
+    parser = ReplyParser(TOOL_FORMATS["qwen3_xml"], schemas=schemas)
+    call = f"<tool_call><function=f><parameter=a>{deep}</parameter></function></tool_call>"
+    events = [*parser.feed(call), *parser.end()]
+    written = "".join(event.text for event in events if isinstance(event, ArgumentText))
+    assert written == '{"a": "' + deep + '"}'

@@ -1,0 +1,1 @@
+"""Requests that are made to slow a server down, and the gaps of a stream beside them."""
