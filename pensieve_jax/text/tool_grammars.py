@@ -1,7 +1,7 @@
 """Grammars of tool calls: what a reply must be that has to call tools, in the notation of llguidance.
 
 Owns: one grammar for each row of `tool_formats`, with the tools' names and the schemas of their arguments.
-Does not know: the grammar library, masks, or which requests demand calls.
+Does not know: the grammar library, masks, reasoning before calls, or which requests demand calls.
 
 A mark that was added to the vocabulary as a token is that token, by its id. Any other mark is text. The
 schemas of arguments stand in the grammar as they are, so what the library does not hold is refused with them.
@@ -13,13 +13,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from pensieve_jax.core.template_input import ReplyFormat
 from pensieve_jax.text.grammar import schema_for_library
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import REASONING_FORMATS, ToolFormat
+from pensieve_jax.text.tool_formats import ToolFormat
 from pensieve_jax.text.tools import Tool
 
-_NO_PARTS: Final = ReplyFormat()
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
 
@@ -30,7 +28,6 @@ def call_grammar(
     *,
     has_one_call: bool = False,
     has_text: bool = False,
-    reasoning: ReplyFormat = _NO_PARTS,
 ) -> str:
     """Return the grammar of a reply that calls these tools.
 
@@ -41,10 +38,9 @@ def call_grammar(
       has_one_call: whether the reply ends behind its first call.
       has_text: whether text may stand before the calls, or be all of the reply. Only formats with a mark
         before calls have such grammars.
-      reasoning: how the reply marks reasoning, which may come first.
     """
     grammar = _Grammar(row, tools, tokenizer)
-    return grammar.text(has_one_call=has_one_call, has_text=has_text, reply=reasoning)
+    return grammar.text(has_one_call=has_one_call, has_text=has_text)
 
 
 class _Grammar:
@@ -56,7 +52,7 @@ class _Grammar:
         self._tokenizer = tokenizer
         self._rules: list[str] = []
 
-    def text(self, *, has_one_call: bool, has_text: bool, reply: ReplyFormat) -> str:
+    def text(self, *, has_one_call: bool, has_text: bool) -> str:
         """Return the grammar's text."""
         row = self._row
         one = {
@@ -78,23 +74,7 @@ class _Grammar:
             assert row.start, "calls without a mark cannot follow text"
             self._rules.append("TEXT: /(.|\\n)*/" if self._is_control(row.start) else "TEXT: /[^<\\[]*/")
             start = f"start: TEXT ({calls})?"
-        thought = self._thought(reply)
-        if thought:
-            start = start.replace("start: ", f"start: {thought} ", 1)
         return "\n".join([start, *self._rules]) + "\n"
-
-    def _thought(self, reply: ReplyFormat) -> str:
-        """Return the reasoning before calls; "" without any, or if messages with headers have it."""
-        row = REASONING_FORMATS[reply.reasoning] if reply.reasoning else None
-        if row is None or not row.end:
-            return ""
-        if self._is_control(row.end):
-            self._rules += ["THINKING: /(.|\\n)*/", f"thinking: THINKING {self._mark(row.end)}"]
-        else:
-            suffix = json.dumps(row.end, ensure_ascii=False)
-            self._rules.append(f"thinking[suffix={suffix}]: /(.|\\n)*/")
-        self._rules.append("SPACE: /[ \\n]*/")
-        return "thinking SPACE" if reply.is_open else f"({self._mark(row.start)} thinking SPACE)?"
 
     def _around(self) -> tuple[str, str, str]:
         """Return what stands before, between and after the calls of a reply."""

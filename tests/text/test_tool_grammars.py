@@ -13,7 +13,6 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from pensieve_jax.core.structured import StructuredOutput
-from pensieve_jax.core.template_input import ReplyFormat
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import Grammars
 from pensieve_jax.text.reply_events import parsed_reply
@@ -73,13 +72,11 @@ WRITTEN = {
 }
 
 
-def tokenizer_of(
-    row: ToolFormat, *, has_control: bool, others: tuple[str, ...] = ()
-) -> tuple[Tokenizer, llguidance.LLTokenizer]:
+def tokenizer_of(row: ToolFormat, *, has_control: bool) -> tuple[Tokenizer, llguidance.LLTokenizer]:
     """Return a tokenizer that has the marks of a row as control tokens or as text, for both libraries."""
     specials = ["<s>", "</s>", EOS]
     if has_control:
-        specials += [mark for mark in (*row.marks, *others) if mark not in ("{", ">", "```", "```json")]
+        specials += [mark for mark in row.marks if mark not in ("{", ">", "```", "```json")]
     backend: Backend = byte_level_backend(tuple(specials))
     tokenizer = Tokenizer(backend, eos_token=EOS)
     return tokenizer, llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
@@ -126,22 +123,6 @@ def test_text_may_come_first_where_calls_have_a_mark(name: str) -> None:
         assert not takes(tokenizer, library, grammar, "I look.\n" + written.replace("city", "town"))
         if has_control:
             assert takes(tokenizer, library, grammar, "if a < b [x]\n" + written)
-
-
-@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "harmony"])
-@pytest.mark.parametrize("has_control", [True, False])
-def test_reasoning_may_come_before_calls(name: str, has_control: bool) -> None:
-    row = TOOL_FORMATS[name]
-    tokenizer, library = tokenizer_of(row, has_control=has_control, others=("<think>", "</think>"))
-    written = WRITTEN[name] if has_control else WRITTEN[name].replace("[ARGS]", "")
-    for is_open in (True, False):
-        reply = ReplyFormat(name, "think", is_open=is_open)
-        grammar = call_grammar(row, TOOLS, tokenizer, reasoning=reply)
-        thought = "" if is_open else "<think>"
-        assert takes(tokenizer, library, grammar, f"{thought}\nhm, <b> [x]\n</think>\n\n{written}")
-        assert takes(tokenizer, library, grammar, written) == (not is_open)
-        assert not takes(tokenizer, library, grammar, f"{thought}hm")
-        assert not takes(tokenizer, library, grammar, f"{thought}hm</think>\nHello.")
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

@@ -16,9 +16,9 @@ from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.anthropic.context import Context
 from pensieve_jax.server.anthropic.schemas import ContextFields, MessagesBody
 from pensieve_jax.server.http.errors import ApiError, invalid_value, renamed_fields, unsupported
-from pensieve_jax.server.turns.forms import form_of_calls
 from pensieve_jax.server.turns.template import template_input
 from pensieve_jax.text import ChatFormat, Tokenizer, check_tools
+from pensieve_jax.text.reply_forms import form_of_calls
 
 _THINKING: Final = ("enable_thinking", "thinking")
 """Names of the variable by which templates switch reasoning on."""

@@ -62,7 +62,12 @@ class ChatCompletion:
 
     def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
-        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **FIELDS, **asked.fields}
+        last = f"messages[{len(body.messages) - 1}].content"
+        self.fields: Final = {
+            **{"prompt": "messages", "logprobs": "top_logprobs", "structured.prefill": last},
+            **FIELDS,
+            **asked.fields,
+        }
         self._form = asked.form
         self._services = call.services
         self._body = body

@@ -26,7 +26,6 @@ from pensieve_jax.server.turns.checks import (
     context_token_limit,
     template_error,
 )
-from pensieve_jax.server.turns.forms import behind_reasoning
 from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
@@ -35,6 +34,7 @@ from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
+from pensieve_jax.text.reply_forms import placed_form
 from pensieve_jax.text.tools import num_tool_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
@@ -168,20 +168,18 @@ class MessageTurns:
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
-        params = [self._behind_reasoning(one) for one in params_of(room)]
+        params = [self._with_placed_form(one) for one in params_of(room)]
         return [
             context.spec(one, self._attachment(context, one))
             for context, one in zip(self.contexts, params, strict=True)
         ]
 
-    def _behind_reasoning(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with a form, if they have one, that begins behind the reply's reasoning."""
+    def _with_placed_form(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with a form, if they have one, in its place; see `placed_form`."""
         tokenizer, context = self._services.tokenizer, self.contexts[0]
         if params.structured is None or tokenizer is None:
             return params
-        form = behind_reasoning(
-            params.structured, context.template_input, context.prompt_token_ids, tokenizer
-        )
+        form = placed_form(params.structured, context.template_input, context.prompt_token_ids, tokenizer)
         return replace(params, structured=form)
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:

@@ -95,7 +95,7 @@ def with_choice(
 ) -> SamplingParams:
     """Return the parameters of a turn whose calls are those of a choice; raise ApiError 400.
 
-    `template_input` is the turn's own. Calls begin behind the reply's reasoning; see `turns.forms`.
+    `template_input` is the turn's own. Calls begin behind the reply's reasoning; see `text.reply_forms`.
     """
     if chat_format is None or chat_format.tool_format is None or not template_input.tools:
         return params

@@ -22,10 +22,10 @@ from pensieve_jax.server.openai.responses.response import ResponseHead
 from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
-from pensieve_jax.server.turns.forms import behind_reasoning
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
 from pensieve_jax.server.turns.tool_choice import with_choice
+from pensieve_jax.text.reply_forms import placed_form
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "prompt": "input",
@@ -110,7 +110,7 @@ class ResponsePlan:
         params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
         if params.structured is None or services.tokenizer is None:
             return params
-        form = behind_reasoning(
+        form = placed_form(
             params.structured, resolved.template_input, resolved.prompt_token_ids, services.tokenizer
         )
         return replace(params, structured=form)

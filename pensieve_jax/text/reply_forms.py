@@ -1,6 +1,6 @@
-"""The form of a reply that must call tools, and where a form begins in a reply with reasoning.
+"""The form of a reply that must call tools, and a form's place behind reasoning or a prefill.
 
-Owns: both rules, for every API.
+Owns: both rules, for `LLM.chat` and every API.
 Does not know: the fields that ask for a form, or how a form becomes masks (`text.grammar`).
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from pensieve_jax.text.tool_grammars import call_grammar
 
@@ -36,20 +36,24 @@ def form_of_calls(
     return StructuredOutput.grammar(text)
 
 
-def behind_reasoning(
+def placed_form(
     form: StructuredOutput, template: TemplateInput, prompt_token_ids: Sequence[int], tokenizer: Tokenizer
 ) -> StructuredOutput:
-    """Return a form that begins behind the reasoning of a turn's reply.
+    """Return a form that begins behind the reasoning of a turn's reply, and goes on behind its prefill.
 
-    The reply has none if the prompt ends with the mark that ends reasoning, as templates write it that are
-    told not to think. Otherwise the prompt begins it, or the model itself may do so: a template can know the
-    marks of a model that does not think.
+    Reasoning is demanded if the prompt begins it. Otherwise the reply may begin it, as models do that choose
+    whether to think. A reply has none if the prompt ends with the mark that ends reasoning, as templates
+    write it that are told not to think. A form that says itself what it stands behind stays as it is.
     """
+    if form.after or form.prefill:
+        return form
+    form = replace(form, prefill=template.prefill or "")
     name = template.reply.reasoning
     row = REASONING_FORMATS[name] if name else None
-    if row is None or not row.end or template.prefill is not None:
+    if row is None or not row.end:
         return form
-    end = tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
-    if end.rstrip().endswith(row.end):
-        return form
+    if template.prefill is None:
+        end = tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
+        if end.rstrip().endswith(row.end):
+            return form
     return replace(form, after=row.end, opening="" if template.reply.is_open else row.start)
