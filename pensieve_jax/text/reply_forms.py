@@ -1,7 +1,7 @@
-"""The form of a reply that must call tools, and a form's place behind reasoning or a prefill.
+"""The place of a form in a reply: behind its reasoning, or behind a prefill.
 
-Owns: both rules, for `LLM.chat` and every API.
-Does not know: the fields that ask for a form, or how a form becomes masks (`text.grammar`).
+Owns: the rule, for `LLM.chat` and every API.
+Does not know: the fields that ask for a form, the grammars of calls, or how a form becomes masks (`text.grammar`).
 """
 
 from __future__ import annotations
@@ -13,27 +13,10 @@ from typing import Final
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from pensieve_jax.text.tool_grammars import call_grammar
+from pensieve_jax.text.tool_formats import REASONING_FORMATS
 
 _MAX_IDS_OF_MARK: Final = 32
 """Number of ids that a mark at the end of a prompt may have, with white space behind it."""
-
-
-def form_of_calls(
-    template: TemplateInput, tokenizer: Tokenizer, names: Sequence[str] | None = None
-) -> StructuredOutput:
-    """Return the form of a reply that must call tools.
-
-    Args:
-      template: what its turn is rendered with; its reply must be read for calls.
-      tokenizer: the model's tokenizer.
-      names: the tools that may be called; None for all.
-    """
-    reply = template.reply
-    tools = [tool for tool in template.tools if names is None or tool["function"]["name"] in names]
-    text = call_grammar(TOOL_FORMATS[reply.calls], tools, tokenizer, has_one_call=reply.has_one_call)
-    return StructuredOutput.grammar(text)
 
 
 def placed_form(

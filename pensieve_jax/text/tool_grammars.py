@@ -1,7 +1,7 @@
 """Grammars of tool calls: what a reply must be that has to call tools, in the notation of llguidance.
 
 Owns: one grammar for each row of `tool_formats`, with the tools' names and the schemas of their arguments.
-Does not know: the grammar library, masks, reasoning before calls, or which requests demand calls.
+Does not know: the grammar library, masks, which requests demand calls, or the reasoning before them.
 
 A mark that was added to the vocabulary as a token is that token, by its id. Any other mark is text. The
 schemas of arguments stand in the grammar as they are, so what the library does not hold is refused with them.

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from pensieve_jax.core.options import options_of
-from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, sampling_table
+from pensieve_jax.core.sampling_params import (
+    MESSAGES,
+    RESPONSES,
+    SamplingParams,
+    sampling_table,
+    taken_fields,
+)
 from tests.launching import ROOT
 
 _WORDS = {"None": "none", "False": "false"}
@@ -24,7 +32,13 @@ def lines_of_the_table() -> list[str]:
     return found
 
 
-def test_the_page_has_the_table() -> None:
+def test_the_page_has_each_row_of_the_table_once() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    expected = "\n".join(lines_of_the_table())
-    assert expected in page, expected
+    found = [line for line in page.split("\n") if line.startswith("| `")]
+    assert sorted(found) == sorted(lines_of_the_table())
+
+
+def test_the_page_names_the_fields_of_anthropics_route() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"Anthropic's Messages take\s(.*?)\.\n", page, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", sentence)) == set(taken_fields(MESSAGES))

@@ -97,14 +97,20 @@ class FailsAlone:
     def __init__(self, runner) -> None:
         self.is_armed = False
         mesh = runner._mesh
-        (num_words,) = {executable.out_info[1].shape[0] for executable in runner._executables.choose.values()}
-        words = jax.ShapeDtypeStruct((num_words,), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-        run = jax.shard_map(
-            self._pass_on, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        run = jax.jit(
+            jax.shard_map(
+                self._pass_on, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+            )
         )
-        passed_on = jax.jit(run).lower(words).compile()
+
+        @functools.cache
+        def passing_on(num_words):
+            sharding = NamedSharding(mesh, PartitionSpec())
+            return run.lower(jax.ShapeDtypeStruct((num_words,), np.int32, sharding=sharding)).compile()
 
         def behind(executable):
+            passed_on = passing_on(executable.out_info[1].shape[0])
+
             def choose(*args):
                 next_ids, words = executable(*args)
                 return next_ids, passed_on(words)

@@ -150,7 +150,7 @@ def test_a_function_of_a_script_has_no_key(monkeypatch):
 
 
 def runner_keys(preset="llama-tiny", dtype="float32", cache=(), scheduler=(), runner=(), **model):
-    """Return keys of a runner's programs by first word: step, sampler, gather, scatter, mark."""
+    """Return keys of a runner's programs by first word: step, scores, sampler, gather, scatter, mark."""
     config = EngineConfig(
         cache=CacheConfig(**{"gpu_pages": 12, "cpu_pages": 4, "chunk_tokens": 16} | dict(cache)),
         scheduler=SchedulerConfig(
@@ -180,12 +180,12 @@ def usual_keys():
     return runner_keys()
 
 
-STEPS, COPIES = {"step"}, {"gather", "scatter"}
+STEPS, COPIES, SCORES = {"step"}, {"gather", "scatter"}, {"scores"}
 SETTINGS = {
     "seed of the weights": ({"seed": 5}, set()),
-    "architecture": ({"preset": "opt-tiny"}, STEPS | COPIES),
-    "context of the model": ({"max_position_embeddings": 4096}, STEPS),
-    "dtype": ({"dtype": "bfloat16"}, STEPS | COPIES),
+    "architecture": ({"preset": "opt-tiny"}, STEPS | COPIES | SCORES),
+    "context of the model": ({"max_position_embeddings": 4096}, STEPS | SCORES),
+    "dtype": ({"dtype": "bfloat16"}, STEPS | COPIES | SCORES),
     "pages": ({"cache": {"gpu_pages": 13}}, STEPS | COPIES),
     "host pages": ({"cache": {"cpu_pages": 5}}, set()),
     "page size": (
@@ -193,7 +193,7 @@ SETTINGS = {
             "cache": {"chunk_tokens": 32},
             "scheduler": {"max_num_batched_tokens": 36, "token_buckets": (32, 36)},
         },
-        STEPS | COPIES,
+        STEPS | COPIES | SCORES,
     ),
     "buckets": ({"scheduler": {"token_buckets": (24, 32)}}, STEPS),
     "samples of a step": ({"scheduler": {"token_buckets": (3, 32)}}, STEPS | {"sampler"}),
@@ -201,9 +201,9 @@ SETTINGS = {
     "running": ({"scheduler": {"max_num_running": 5}}, STEPS | {"sampler"}),
     "layer groups": ({"runner": {"num_layer_groups": 2}}, STEPS | COPIES),
     "back end": ({"runner": {"attention_backend": "xla"}}, STEPS),
-    "log-probabilities": ({"runner": {"max_logprobs": 3}}, {"sampler"}),
+    "log-probabilities": ({"runner": {"max_logprobs": 3}}, SCORES | {"sampler"}),
     "banned ids": ({"runner": {"max_banned_ids": 3}}, STEPS | {"sampler"}),
-    "devices": ({"runner": {"tensor_parallel_size": 2}}, STEPS | COPIES | {"sampler", "mark"}),
+    "devices": ({"runner": {"tensor_parallel_size": 2}}, STEPS | COPIES | SCORES | {"sampler", "mark"}),
 }
 
 

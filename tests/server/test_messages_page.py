@@ -22,11 +22,14 @@ def test_the_requests_are_answered(tmp_path: Path) -> None:
     bodies = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
     server = ToolServer(tmp_path / "history.sqlite")
     with closing(server.stored):
+        contexts = []
         for body in bodies:
             server.answered(CHAT, "fine", **body | {"model": "fake", "store": True})
+            contexts.append(server.context)
     tools, prefill = bodies
-    assert tools["tools"] and prefill["continue_final_message"]
-    assert server.context.endswith(prefill["messages"][-1]["content"])
+    texts = [tools["messages"][-1]["content"], tools["tools"][0]["function"]["description"]]
+    assert all(text in contexts[0] for text in texts)
+    assert contexts[1].endswith(prefill["messages"][-1]["content"]) and prefill["continue_final_message"]
 
 
 def test_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,17 @@ from typing import Any
 
 import pytest
 
+import pensieve_jax
+from pensieve_jax import LLM
 from pensieve_lab.serving.served import ServedProcess
 from tests.launching import ROOT
+from tests.server.engine_process import front
 
 ADDRESS = "http://127.0.0.1:8000"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 CLIENTS = ROOT / "docs" / "clients.md"
+ANTHROPIC = ROOT / "docs" / "anthropic.md"
+STRUCTURED = ROOT / "docs" / "structured_outputs.md"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -74,3 +79,33 @@ def test_openai_examples_run(chat_server: ServedProcess, capsys: pytest.CaptureF
 def test_langchain_examples_run(chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = (block for block in blocks(CLIENTS, "python") if "langchain" in block)
     run_python(block, chat_server, {}, capsys)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("anthropic") is None, reason="needs anthropic")
+def test_the_example_of_anthropics_client_runs(
+    chat_server: ServedProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = blocks(ANTHROPIC, "python")
+    run_python(block, chat_server, {}, capsys)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs llguidance")
+def test_the_examples_of_structured_output_run(
+    chat_server: ServedProcess,
+    compilation_cache: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def smaller(model: str) -> LLM:
+        return LLM(model, config=front.config(compilation_cache), progress=False)
+
+    by_library, by_http = blocks(STRUCTURED, "python")
+    monkeypatch.setattr(pensieve_jax, "LLM", smaller)
+    exec(compile(by_library, STRUCTURED.name, "exec"), {})
+    assert capsys.readouterr().out.strip() in ("good", "bad")
+    names: dict[str, Any] = {}
+    program = by_http.replace(ADDRESS, chat_server.address)
+    # Annotations are classes in the reader's program, too.
+    exec(compile(program, STRUCTURED.name, "exec", dont_inherit=True), names)
+    names["client"].close()
+    assert isinstance(names["completion"].choices[0].message.parsed, names["Review"])

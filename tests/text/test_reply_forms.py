@@ -13,8 +13,9 @@ from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import ReplyFormat, TemplateInput
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import Grammars
-from pensieve_jax.text.reply_forms import form_of_calls, placed_form
+from pensieve_jax.text.reply_forms import placed_form
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from pensieve_jax.text.tool_grammars import call_grammar
 from tests.text.test_tool_grammars import EOS, TOOLS, WRITTEN
 from tests.text.tokenizer_zoo import byte_level_backend
 
@@ -102,7 +103,8 @@ def test_calls_are_forms_like_others(kind, name):
         reply = ReplyFormat(name, "think", is_open=is_open)
         template = TemplateInput(tools=tuple(TOOLS), reply=reply)
         prompt = tokenizer.encode(OPENED if is_open else FREE, add_bos=False)
-        form = placed_form(form_of_calls(template, tokenizer), template, prompt, tokenizer)
+        calls = StructuredOutput.grammar(call_grammar(TOOL_FORMATS[name], TOOLS, tokenizer))
+        form = placed_form(calls, template, prompt, tokenizer)
         thought = "" if is_open else "<think>"
         assert takes(tokenizer, form, f"{thought}\nhm, <b> [x]\n</think>\n\n{written}")
         assert takes(tokenizer, form, written) == (not is_open)

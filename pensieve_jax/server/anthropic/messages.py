@@ -33,7 +33,7 @@ from pensieve_jax.server.anthropic.reply import (
     usage_of,
 )
 from pensieve_jax.server.anthropic.schemas import ContextFields, CountTokensBody, MessagesBody
-from pensieve_jax.server.anthropic.template import asked_form, ignores_effort, template_input_of
+from pensieve_jax.server.anthropic.template import asked_form, choice_of, effort_of, template_input_of
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
@@ -43,8 +43,9 @@ from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import sampling_params
-from pensieve_jax.server.workers import run_cpu
-from pensieve_jax.text.grammar import check_grammar
+from pensieve_jax.server.turns.structured import AskedForm
+from pensieve_jax.server.turns.template import ignores_effort
+from pensieve_jax.server.turns.tool_choice import FIELDS, with_choice
 from pensieve_jax.text.replies import call_id, new_parser
 from pensieve_jax.text.reply_parser import ReplyParser
 
@@ -57,8 +58,8 @@ async def create_message(call: HttpRequest) -> HttpResponse:
     _check_version(call)
     body = await call.decode(MessagesBody)
     check_model(call.services, body.model)
-    message = await call.run_cpu(NewMessage, call, body)
-    await message.check_form()
+    form = await asked_form(call, body)
+    message = await call.run_cpu(NewMessage, call, body, form)
     running = await message.start()
     if body.stream:
         settings = call.services.settings
@@ -109,14 +110,14 @@ class MessageContext:
         context = context_of(body)
         chat_format = call.services.chat_format
         call.notes.ignored_fields += context.ignored
-        if ignores_effort(body, chat_format):
+        if ignores_effort(chat_format, effort_of(body)):
             call.notes.ignored_fields += ("output_config.effort",)
         self._context, self._num_messages = context, len(body.messages)
         try:
-            template_input = template_input_of(body, context, chat_format)
+            self._choice = choice_of(body, context)
+            template_input = template_input_of(body, context, chat_format, self._choice)
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
-        self._template_input = template_input
         self._turns = MessageTurns(call, context.messages, template_input=template_input, paths=context.paths)
 
     async def num_tokens(self) -> int:
@@ -140,29 +141,17 @@ class MessageContext:
 class NewMessage(MessageContext):
     """One message to create, from its context to its response."""
 
-    def __init__(self, call: HttpRequest, body: MessagesBody) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(self, call: HttpRequest, body: MessagesBody, asked: AskedForm) -> None:
+        """Check the decoded body as a whole; raise ApiError. `asked` is the form of its reply."""
         super().__init__(call, body)
         self._body = body
         self._services = call.services
         self._wait = call.unless_gone
         self._request_id = call.notes.request_id
-        try:
-            asked = asked_form(body, self._template_input, self._services.tokenizer)
-        except InvalidRequestError as error:
-            raise self._as_api_error(error) from error
-        self._form, self._form_fields = asked
+        self._form = asked.form
+        self._form_fields = asked.fields or FIELDS
         self._owner = call.owner
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-
-    async def check_form(self) -> None:
-        """Raise ApiError for a form of the reply that no model can have."""
-        if self._form is None:
-            return
-        try:  # a short schema can take long
-            await run_cpu(self._owner, True, check_grammar, self._form)
-        except InvalidRequestError as error:
-            raise self._as_api_error(error) from error
 
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turn; raise ApiError."""
@@ -217,7 +206,9 @@ class NewMessage(MessageContext):
         body = self._body
         given = {name: getattr(body, name) for name in taken_fields(MESSAGES)} | {"stop": body.stop_sequences}
         params = sampling_params(self._services.defaults, given, max_tokens=body.max_tokens)
-        return [replace(params, structured=self._form)]
+        params = replace(params, structured=self._form)
+        template = self._turns.contexts[0].template_input
+        return [with_choice(params, template, self._choice, self._services.chat_format)]
 
     def _parser(self) -> ReplyParser:
         return new_parser(self._turns.contexts[0].template_input)
@@ -227,7 +218,8 @@ class NewMessage(MessageContext):
         return call_id(context.node.turn_id, index, row=context.template_input.reply.calls, header=header)
 
     def _ending(self, output: Output, parser: ReplyParser) -> dict[str, Any]:
-        return ending_of(output, self._body.max_tokens, calls_tools=parser.num_calls > 0)
+        stop = self._body.stop_sequences or ()
+        return ending_of(output, self._body.max_tokens, stop, calls_tools=parser.num_calls > 0)
 
     def _object(
         self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, Any]

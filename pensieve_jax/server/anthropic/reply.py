@@ -6,7 +6,7 @@ Does not know: requests, or how turns run. Called by `anthropic.messages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from pensieve_jax.core.outputs import Output, Usage
@@ -47,18 +47,20 @@ def message_object(
 NOT_ENDED: Final[dict[str, Any]] = {"stop_reason": None, "stop_sequence": None}
 
 
-def ending_of(output: Output, max_tokens: int, *, calls_tools: bool) -> dict[str, Any]:
+def ending_of(
+    output: Output, max_tokens: int, stop_sequences: Sequence[str] = (), *, calls_tools: bool
+) -> dict[str, Any]:
     """Return how a reply ended.
 
     Args:
       output: the finished turn.
-      max_tokens: the limit of its request.
+      max_tokens, stop_sequences: the fields of its request. A reply of one call ends with another string.
       calls_tools: whether the reply has a call.
     """
     if output.finish_reason == "length":
         is_full = output.usage.output_tokens < max_tokens  # the context ended it
         return NOT_ENDED | {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens"}
-    if output.stop_string is not None:
+    if output.stop_string in stop_sequences:
         return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_string}
     return NOT_ENDED | {"stop_reason": "tool_use" if calls_tools else "end_turn"}
 

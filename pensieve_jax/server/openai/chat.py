@@ -33,6 +33,7 @@ from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
+from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.turns.tool_choice import FIELDS, with_calls, with_choice
 from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
 from pensieve_jax.text.reply_events import (
@@ -62,11 +63,10 @@ class ChatCompletion:
 
     def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
-        last = f"messages[{len(body.messages) - 1}].content"
         self.fields: Final = {
-            **{"prompt": "messages", "logprobs": "top_logprobs", "structured.prefill": last},
-            **FIELDS,
-            **asked.fields,
+            **{"prompt": "messages", "logprobs": "top_logprobs"},
+            "structured.prefill": f"messages[{len(body.messages) - 1}].content",
+            **(asked.fields or FIELDS),
         }
         self._form = asked.form
         self._services = call.services
@@ -75,6 +75,8 @@ class ChatCompletion:
         messages, template_input = rendering(
             body, body.messages, call.services.chat_format, body.reasoning_effort
         )
+        if ignores_effort(call.services.chat_format, body.reasoning_effort):
+            call.notes.ignored_fields += ("reasoning_effort",)
         self._choice = body.choice()
         if call.services.chat_format is not None:
             template_input = with_calls(template_input, call.services.chat_format, self._choice)

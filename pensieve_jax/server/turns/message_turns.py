@@ -7,7 +7,6 @@ Does not know: request schemas, or how a reply is written. Called by the handler
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,11 +29,11 @@ from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
+from pensieve_jax.server.turns.structured import with_placed_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
-from pensieve_jax.text.reply_forms import placed_form
 from pensieve_jax.text.tools import num_tool_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
@@ -168,19 +167,11 @@ class MessageTurns:
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
-        params = [self._with_placed_form(one) for one in params_of(room)]
+        params = [with_placed_form(one, resolved, services.tokenizer) for one in params_of(room)]
         return [
             context.spec(one, self._attachment(context, one))
             for context, one in zip(self.contexts, params, strict=True)
         ]
-
-    def _with_placed_form(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with a form, if they have one, in its place; see `placed_form`."""
-        tokenizer, context = self._services.tokenizer, self.contexts[0]
-        if params.structured is None or tokenizer is None:
-            return params
-        form = placed_form(params.structured, context.template_input, context.prompt_token_ids, tokenizer)
-        return replace(params, structured=form)
 
     def _attachment(self, context: ResolvedContext, params: SamplingParams) -> ResponseDraft | None:
         """Return the record to commit with a turn that is stored, else None."""

@@ -93,7 +93,7 @@ def template_input(
       chat_format: the model's chat template; None without one, which the resolver refuses.
       tools: the tools of the request.
       arguments: its `chat_template_kwargs`.
-      effort: its reasoning effort; "none" switches reasoning off.
+      effort: its reasoning effort; "none" switches reasoning off. See `ignores_effort`.
       effort_field: the name of the field with the effort.
       prefill, generation_prompt: see `TemplateInput`.
 
@@ -116,15 +116,20 @@ def template_input(
         raise unsupported("tools", f"{why}; {hint} without effect")
     if given != NO_INPUT:
         chat_format.check_input(given, arguments_field="chat_template_kwargs")
-    for name, value in _effort_arguments(chat_format, effort, effort_field).items():
+    for name, value in (_effort_arguments(chat_format, effort) or {}).items():
         if given.arguments.setdefault(name, value) != value:
             sentence = f"{effort_field} and chat_template_kwargs.{name} contradict each other; give only one."
             raise invalid_value(effort_field, sentence)
-    return chat_format.with_calls(given)
+    return given
 
 
-def _effort_arguments(chat_format: ChatFormat, effort: str | None, field: str) -> dict[str, Any]:
-    """Return the variables of the template that a reasoning effort sets."""
+def ignores_effort(chat_format: ChatFormat | None, effort: str | None) -> bool:
+    """Return whether a request asks for a reasoning effort that the template has no words for."""
+    return chat_format is not None and _effort_arguments(chat_format, effort) is None
+
+
+def _effort_arguments(chat_format: ChatFormat, effort: str | None) -> dict[str, Any] | None:
+    """Return the variables of the template that a reasoning effort sets; None if it has none for it."""
     if effort is None:
         return {}
     if effort == "none":
@@ -133,9 +138,7 @@ def _effort_arguments(chat_format: ChatFormat, effort: str | None, field: str) -
                 return {name: False}
         if not chat_format.mentions(_REASONS):
             return {}  # the model does not reason
-    if not chat_format.reads("reasoning_effort"):
-        raise unsupported(field, "the model's chat template has no reasoning effort")
-    return {"reasoning_effort": effort}
+    return {"reasoning_effort": effort} if chat_format.reads("reasoning_effort") else None
 
 
 def divided(

@@ -1,7 +1,7 @@
 """Which tools a reply may or must call, and the parameters of a turn that make it so.
 
 Owns: the choice of a request, its check, and its effect on how a reply is sampled and read.
-Does not know: the request schema of any one format. Called by `server.openai`.
+Does not know: the request schema of any one format. Called by `server.openai` and `server.anthropic`.
 
 | choice | effect |
 |---|---|
@@ -61,12 +61,12 @@ def tool_choice(
     if value is None or value in ("none", "auto"):
         return choice._replace(mode=value or "auto")
     if value == "required":
-        return _checked(choice._replace(mode="required"), names, field)
+        return checked_choice(choice._replace(mode="required"), names, field)
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "function":
         name = _name_of(value)
         found = choice._replace(mode="required", names=frozenset([name]), has_one_call=True)
-        return _checked(found, names, f"{field}.name" if "name" in value else f"{field}.function.name")
+        return checked_choice(found, names, f"{field}.name" if "name" in value else f"{field}.function.name")
     if kind == "allowed_tools":
         inner = value.get("allowed_tools", value)
         mode, tools = (
@@ -76,7 +76,7 @@ def tool_choice(
             sentence = f"{field}.allowed_tools must have the mode auto or required, and a list of tools."
             raise invalid_value(field, sentence)
         allowed = frozenset(_name_of(tool) for tool in tools)
-        return _checked(choice._replace(mode=mode, names=allowed), names, f"{field}.tools")
+        return checked_choice(choice._replace(mode=mode, names=allowed), names, f"{field}.tools")
     if isinstance(kind, str):
         raise unsupported(field, f"a choice of the type {kind[:40]!r} has no function to call")
     limit = f"one of {', '.join(_MODES)}, or an object with the type function or allowed_tools"
@@ -86,7 +86,7 @@ def tool_choice(
 def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: ToolChoice) -> TemplateInput:
     """Return the input of a turn with how its calls are read; none are with the choice "none"."""
     if choice.mode == "none":
-        return replace(template_input, reply=replace(template_input.reply, calls=""))
+        return template_input
     return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
 
 
@@ -95,7 +95,7 @@ def with_choice(
 ) -> SamplingParams:
     """Return the parameters of a turn whose calls are those of a choice; raise ApiError 400.
 
-    `template_input` is the turn's own. Calls begin behind the reply's reasoning; see `text.reply_forms`.
+    `template_input` is the turn's own. The form begins with the reply; `with_placed_form` moves it.
     """
     if chat_format is None or chat_format.tool_format is None or not template_input.tools:
         return params
@@ -128,7 +128,8 @@ def _is_strict(choice: ToolChoice, tools: Sequence[Tool], *, has_mark: bool) -> 
     return has_mark and any(tool["function"]["name"] in choice.strict for tool in tools)
 
 
-def _checked(choice: ToolChoice, names: Collection[str], field: str) -> ToolChoice:
+def checked_choice(choice: ToolChoice, names: Collection[str], field: str) -> ToolChoice:
+    """Return a choice that demands calls of some of the tools `names`; raise ApiError naming `field`."""
     if not names:
         raise invalid_value("tool_choice", "tool_choice demands a call, but tools is empty.")
     for name in choice.names or ():

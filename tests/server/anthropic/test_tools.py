@@ -15,7 +15,7 @@ from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.text import Tokenizer, byte_tokenizer
 from tests.server.anthropic.test_messages import COUNT, ask, body_of, post, streamed
-from tests.server.fakes import FakeEngine, Harness, say
+from tests.server.fakes import FakeEngine, Harness, sampled, say
 from tests.text.tool_templates import HERMES, QWEN3, written
 
 TOOLS = [
@@ -139,11 +139,17 @@ def test_tools_are_counted():
     assert counted["input_tokens"] > ask(harness, {"messages": [ASK]}, COUNT)[1]["input_tokens"]
 
 
-def test_a_reply_may_have_one_call_only():
-    harness = harness_of(f"{CALL}\n{CALL}")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_may_have_one_call_only(stream):
+    """The engine ends it at a string of the server's, which is none of the request's stop sequences."""
+    harness = harness_of()
+    harness.engine.script = sampled([*f"{CALL}\n{CALL}".encode(), 257])
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    _, message = ask(harness, asking([ASK], tool_choice=choice))
-    assert [block["type"] for block in message["content"]] == ["tool_use"]
+    message = answer(harness, asking([ASK], tool_choice=choice, stop_sequences=["x"]), stream)
+    (use,) = message["content"]
+    assert (use["name"], use["input"]) == ("look_up", {"word": "chunk"})
+    assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
+    assert harness.engine.turns[-1].output.stop_string == "</tool_call>"
 
 
 def test_without_a_choice_of_tools_calls_are_text():

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from pensieve_jax.server.http.settings import ServerSettings
@@ -162,6 +163,34 @@ def test_a_prefill_and_the_text_after_it_are_one_reply(server: ToolServer, store
     assert second.node.parent_id == first.node.turn_id
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"messages": [user("hi")], "reasoning_effort": "high"}, "reasoning_effort"),
+        (RESPONSES, {"input": "hi", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+        (f"{RESPONSES}/input_tokens", {"input": "hi", "reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ],
+)
+@pytest.mark.parametrize("has_effort", [False, True])
+def test_an_effort_is_listed_unless_the_template_reads_it(
+    tmp_path: Path, path: str, body: dict[str, Any], field: str, has_effort: bool
+) -> None:
+    template = QWEN3 + ("{{ reasoning_effort }}" if has_effort else "")
+    tokenizer = Tokenizer(byte_tokenizer()._backend, eos_token="<eos>", chat_template=template)
+
+    async def send(server: StoredServer) -> httpx2.Response:
+        async with server.harness.client() as client:
+            return await client.post(path, json=body)
+
+    with closing(StoredServer(tmp_path / "history.sqlite", say("ok"), tokenizer=tokenizer)) as server:
+        answer = asyncio.run(send(server))
+        assert answer.status_code == 200
+        assert answer.headers.get("x-ignored-fields") == (None if has_effort else field)
+        for turn in server.engine.turns:
+            prompt = tokenizer.decode_raw(turn.spec.prompt_token_ids)
+            assert prompt.endswith("high") == has_effort
+
+
 def test_template_arguments_and_efforts(server: ToolServer) -> None:
     thought = "<think>\n\n</think>\n\n"
     for body in (
@@ -214,7 +243,6 @@ BROKEN = {"role": "assistant", "content": None, "tool_calls": [call("c", "add", 
         ),
         ({"chat_template_kwargs": {"thinking": True}}, "invalid_value", "chat_template_kwargs.thinking"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value", "chat_template_kwargs.messages"),
-        ({"reasoning_effort": "high"}, "unsupported_parameter", "reasoning_effort"),
         (
             {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
             "invalid_value",
@@ -385,7 +413,6 @@ def test_a_conversation_keeps_calls_and_results(server: ToolServer) -> None:
         ),
         ({"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].name"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "invalid_value", "tools[0].name"),
-        ({"reasoning": {"effort": "low"}}, "unsupported_parameter", "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "invalid_value", "reasoning.summary"),
         ({"reasoning_effort": "low"}, "unsupported_parameter", "reasoning_effort"),
         ({"chat_template_kwargs": {"x": 1}}, "invalid_value", "chat_template_kwargs.x"),

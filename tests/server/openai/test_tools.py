@@ -12,7 +12,7 @@ import pytest
 from tests.server.fakes import ask
 from tests.server.openai.test_reasoning import events_of
 from tests.server.scripted import ScriptedServer
-from tests.text.tool_templates import HERMES
+from tests.text.tool_templates import HERMES, QWEN3
 
 NAMES = ("look_up", "add", "now")
 PARAMETERS = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -214,6 +214,26 @@ def test_the_choice_of_tools_decides_the_form_of_a_reply(path: Path) -> None:
     assert (spec.params.bad_words, spec.template_input.reply.calls) == (("<tool_call>",), "")
 
 
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("chat/completions", {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}),
+        ("chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}),
+        ("responses", {"input": "what?", "tools": FLAT, "tool_choice": "required"}),
+        ("responses", {"input": "what?", "text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_a_form_begins_behind_the_reasoning(path: Path, route: str, fields: Any) -> None:
+    server = ScriptedServer(path, [ONE] * 2, QWEN3)
+    send(server, route, **fields)
+    form = server.engine.turns[0].spec.params.structured
+    assert (form.opening, form.after) == ("<think>", "</think>")
+    send(server, route, **fields, chat_template_kwargs={"enable_thinking": False})
+    form = server.engine.turns[1].spec.params.structured
+    assert (form.opening, form.after) == ("", ""), "the prompt ends it"
+    server.close()
+
+
 def test_a_reply_ends_behind_one_call_without_parallel_calls(path: Path) -> None:
     server = ScriptedServer(path, [ONE + "\n" + written("now", "{}")] * 2, HERMES)
     for stream in (False, True):
@@ -269,16 +289,4 @@ def test_a_template_without_a_known_format_refuses_tools(path: Path) -> None:
         assert status == expected
         if expected == 400:
             assert answer["error"]["param"] == "tools" and "--tools=ignore" in answer["error"]["message"]
-        server.close()
-
-
-@pytest.mark.parametrize("route", ["chat/completions", "responses"])
-def test_demanded_calls_begin_behind_the_reasoning(path: Path, route: str) -> None:
-    for thinks, after in ((True, "</think>"), (False, "")):
-        server = ScriptedServer(path, [ONE])
-        context = {"messages": [USER]} if route == "chat/completions" else {"input": "what?"}
-        tools = TOOLS if route == "chat/completions" else FLAT
-        kwargs = {"enable_thinking": thinks}
-        send(server, route, **context, tools=tools, tool_choice="required", chat_template_kwargs=kwargs)
-        assert server.engine.turns[0].spec.params.structured.after == after
         server.close()

@@ -33,6 +33,7 @@ from pensieve_jax.server.openai.responses.schemas import (
 )
 from pensieve_jax.server.turns.checks import previous_response, template_error, unknown_previous
 from pensieve_jax.server.turns.items import Item, messages_of, position_of, text_of, with_new_ids
+from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text.messages import Message, num_characters
 from pensieve_jax.text.tools import num_tool_characters
@@ -53,7 +54,7 @@ class RequestContext:
         estimate: whether resolving it takes long, and whether it reads the history.
         new_items: the request's own items, without ids.
         conversation: the conversation to append the items to.
-        ignored_fields: paths of unknown fields in the items.
+        ignored_fields: paths of unknown fields in the items, and of an effort without effect.
     """
 
     find: Callable[[Memory], ResolvedContext]
@@ -105,6 +106,8 @@ def request_context(
         messages = [*_instructions(body.instructions), *messages_of([*past, *items])]
         if not messages:
             raise ApiError(400, "missing_required_parameter", "input is missing.", param="input")
+    if ignores_effort(services.chat_format, body.effort):
+        ignored += ("reasoning.effort",)
     length = num_characters(messages) + num_tool_characters(options["template_input"].tools)
     return RequestContext(
         find=_with_call_ids(find or _by_messages(services, owner, messages, durable, options), given),

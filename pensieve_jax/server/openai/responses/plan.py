@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
@@ -24,8 +23,8 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
+from pensieve_jax.server.turns.structured import with_placed_form
 from pensieve_jax.server.turns.tool_choice import with_choice
-from pensieve_jax.text.reply_forms import placed_form
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "prompt": "input",
@@ -108,12 +107,7 @@ class ResponsePlan:
             structured=self._form,
         )
         params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
-        if params.structured is None or services.tokenizer is None:
-            return params
-        form = placed_form(
-            params.structured, resolved.template_input, resolved.prompt_token_ids, services.tokenizer
-        )
-        return replace(params, structured=form)
+        return with_placed_form(params, resolved, services.tokenizer)
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
         conversation = self.context.conversation

@@ -121,6 +121,7 @@ class Responses:
         context = await services.run_cpu(
             owner, estimate, request_context, services, owner, body, durable=True
         )
+        call.notes.ignored_fields += context.ignored_fields
         with renamed_fields(ENGINE_FIELDS):
             resolved = await services.run_cpu(owner, context.estimate, context.find, Memory.ALL)
         return json_reply({"object": "response.input_tokens", "input_tokens": resolved.num_context_tokens})

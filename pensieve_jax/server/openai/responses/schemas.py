@@ -127,7 +127,7 @@ class ContextFields(Body, kw_only=True):
             chat_format,
             tools=tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())),
             arguments=self.chat_template_kwargs,
-            effort=None if self.reasoning is None else self.reasoning.effort,
+            effort=self.effort,
             effort_field="reasoning.effort",
         )
         return found if chat_format is None else with_calls(found, chat_format, self.choice())
@@ -141,6 +141,11 @@ class ContextFields(Body, kw_only=True):
             parallel=self.parallel_tool_calls,
             strict=[tool.name for tool in tools if tool.name is not None and tool.strict],
         )
+
+    @property
+    def effort(self) -> str | None:
+        """The reasoning effort that is asked for."""
+        return None if self.reasoning is None else self.reasoning.effort
 
     @property
     def text_format(self) -> TextFormat | None:
