@@ -10,6 +10,7 @@ Called by `LLM` and the server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
@@ -35,6 +36,7 @@ from pensieve_jax.text import (
     num_messages_held,
 )
 from pensieve_jax.text.messages import call_ids, check_results
+from pensieve_jax.text.reply_forms import placed_form
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
 type Messages = Sequence[Message]
@@ -267,6 +269,9 @@ class PromptEncoder:
     ) -> TurnSpec:
         """Return a turn of messages, with how its reply is read."""
         template_input = self._format().with_reasoning(template_input, token_ids)
+        if params.structured is not None and self._tokenizer is not None:
+            form = placed_form(params.structured, template_input, token_ids, self._tokenizer)
+            params = replace(params, structured=form)
         return TurnSpec(
             token_ids,
             params,

@@ -33,12 +33,14 @@ class StructuredOutput:
         begins with the reply.
       opening: the text of the mark with which the reply itself begins its reasoning; a reply that does not
         begin with it has no reasoning. "" if the reply begins within its reasoning.
+      prefill: the text with which the reply begins already; the form is that of the prefill and the reply.
     """
 
     kind: Kind
     text: str = ""
     after: str = ""
     opening: str = ""
+    prefill: str = ""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
@@ -69,7 +71,7 @@ class StructuredOutput:
         """Raise `InvalidRequestError` for values that no grammar library needs to see."""
         if self.kind not in KINDS:
             raise InvalidRequestError("structured.kind", self.kind, f"one of {', '.join(KINDS)}")
-        for name in ("text", "after", "opening"):
+        for name in ("text", "after", "opening", "prefill"):
             value = getattr(self, name)
             if not isinstance(value, str) or not is_utf8(value):
                 raise InvalidRequestError(f"structured.{name}", value, "a string that UTF-8 can hold")

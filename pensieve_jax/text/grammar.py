@@ -159,13 +159,25 @@ class Grammars:
         matcher = library.LLMatcher(self._tokens, source, log_level=0)
         if matcher.is_error():
             raise _refusal(structured, matcher.get_error())
+        if structured.prefill:
+            self._begin(structured, matcher)
         self._try(structured, matcher.deep_copy())
         return Grammar(matcher, self._num_words, self._eos_token_ids)
+
+    def _begin(self, structured: StructuredOutput, matcher: llguidance.LLMatcher) -> None:
+        """Read the text with which the reply begins; raise an error if the form does not begin with it."""
+        token_ids = self._tokenizer.encode_after(None, structured.prefill)
+        if matcher.try_consume_tokens(token_ids) < len(token_ids):
+            raise InvalidRequestError(
+                "structured.prefill", structured.prefill, "the beginning of a text that has the reply's form"
+            )
 
     def _try(self, structured: StructuredOutput, matcher: llguidance.LLMatcher) -> None:
         """Fill the first masks, behind text that the grammar forces as well; raise an error if one fails."""
         words = np.zeros((1, self._num_words), np.int32)
         for number in range(_MAX_TRIAL_MASKS):
+            if matcher.is_stopped() and not matcher.is_error():
+                return
             _fill(matcher, words)
             if matcher.is_error():
                 raise _refusal(structured, matcher.get_error())
@@ -174,8 +186,6 @@ class Grammars:
             if not bits.any() or (number and not matcher.compute_ff_tokens()):
                 return
             matcher.consume_token(int(bits.argmax()))
-            if matcher.is_stopped() and not matcher.is_error():
-                return
             if "satisfy the grammar" in matcher.get_error():
                 raise UnsupportedGrammarError(
                     f"structured.{structured.kind}", structured.text, "text that the model's tokens can spell"

@@ -72,13 +72,11 @@ WRITTEN = {
 }
 
 
-def tokenizer_of(
-    row: ToolFormat, *, has_control: bool, others: tuple[str, ...] = ()
-) -> tuple[Tokenizer, llguidance.LLTokenizer]:
+def tokenizer_of(row: ToolFormat, *, has_control: bool) -> tuple[Tokenizer, llguidance.LLTokenizer]:
     """Return a tokenizer that has the marks of a row as control tokens or as text, for both libraries."""
     specials = ["<s>", "</s>", EOS]
     if has_control:
-        specials += [mark for mark in (*row.marks, *others) if mark not in ("{", ">", "```", "```json")]
+        specials += [mark for mark in row.marks if mark not in ("{", ">", "```", "```json")]
     backend: Backend = byte_level_backend(tuple(specials))
     tokenizer = Tokenizer(backend, eos_token=EOS)
     return tokenizer, llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
@@ -185,36 +183,6 @@ def test_text_may_come_first_where_calls_have_a_mark(name: str) -> None:
         assert not takes(tokenizer, library, grammar, "I look.\n" + written.replace("city", "town"))
         if has_control:
             assert takes(tokenizer, library, grammar, "if a < b [x]\n" + written)
-
-
-@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "harmony"])
-@pytest.mark.parametrize("has_control", [True, False])
-def test_reasoning_may_come_before_calls(name: str, has_control: bool) -> None:
-    row = TOOL_FORMATS[name]
-    tokenizer, library = tokenizer_of(row, has_control=has_control, others=("<think>", "</think>"))
-    written = WRITTEN[name] if has_control else WRITTEN[name].replace("[ARGS]", "")
-    grammars = Grammars(tokenizer, library.vocab_size, [tokenizer.eos_id])
-    for is_open in (True, False):
-        opening = "" if is_open else "<think>"
-        text = call_grammar(row, TOOLS, tokenizer)
-        grammar = grammars.compile(StructuredOutput("grammar", text, after="</think>", opening=opening))
-        assert may_end(grammar, tokenizer, f"{opening}\nhm, <b> [x]\n</think>\n\n{written}")
-        assert may_end(grammar, tokenizer, written) == (not is_open)
-        assert not may_end(grammar, tokenizer, f"{opening}hm")
-        assert not may_end(grammar, tokenizer, f"{opening}hm</think>\nHello.")
-
-
-def may_end(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
-    """Return whether a reply with this text may end."""
-    assert tokenizer.eos_id is not None
-    row = grammar.row([tokenizer.eos_id], 0)
-    for token_id in [*tokenizer.encode(text, add_bos=False), tokenizer.eos_id]:
-        words = np.full(-(-tokenizer.vocab_size // 32), -1, np.int32)
-        row.fill(words)
-        if not np.unpackbits(words.view(np.uint8), bitorder="little")[token_id]:
-            return False
-        row.accept(token_id)
-    return True
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

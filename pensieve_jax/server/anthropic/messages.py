@@ -112,7 +112,7 @@ class MessageContext:
         call.notes.ignored_fields += context.ignored
         if ignores_effort(chat_format, effort_of(body)):
             call.notes.ignored_fields += ("output_config.effort",)
-        self._context = context
+        self._context, self._num_messages = context, len(body.messages)
         try:
             self._choice = choice_of(body, context)
             template_input = template_input_of(body, context, chat_format, self._choice)
@@ -130,6 +130,7 @@ class MessageContext:
     def _as_api_error(self, error: BaseException) -> ApiError:
         """Return the error response for an exception, with the client's names of fields."""
         fields = {"prompt": "messages", "stop": "stop_sequences", **self._form_fields}
+        fields["structured.prefill"] = f"messages[{self._num_messages - 1}].content"
         fields |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self._context.tools))}
         for index, path in enumerate(self._context.paths):
             fields[f"messages[{index}].tool_call_id"] = f"{path}.tool_use_id"

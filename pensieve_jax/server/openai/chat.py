@@ -63,7 +63,11 @@ class ChatCompletion:
 
     def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
-        self.fields: Final = {"prompt": "messages", "logprobs": "top_logprobs", **(asked.fields or FIELDS)}
+        self.fields: Final = {
+            **{"prompt": "messages", "logprobs": "top_logprobs"},
+            "structured.prefill": f"messages[{len(body.messages) - 1}].content",
+            **(asked.fields or FIELDS),
+        }
         self._form = asked.form
         self._services = call.services
         self._body = body

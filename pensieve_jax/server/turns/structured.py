@@ -24,11 +24,9 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import check_grammar
-from pensieve_jax.text.tool_formats import REASONING_FORMATS
+from pensieve_jax.text.reply_forms import placed_form
 
 _MAX_CHECKED: Final = 256
-_MAX_IDS_OF_MARK: Final = 32
-"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
 
 
 class JsonSchemaFormat(Body):
@@ -132,26 +130,13 @@ async def asked_text_format(call: HttpRequest, text_format: TextFormat | None) -
     return await _checked(call, _format_wishes(kind, schema, "text.format", "text.format.schema", is_loose))
 
 
-def behind_reasoning(
+def with_placed_form(
     params: SamplingParams, context: ResolvedContext, tokenizer: Tokenizer | None
 ) -> SamplingParams:
-    """Return the parameters of a turn whose form, if it has one, begins behind the reply's reasoning.
-
-    The reply has none if the prompt ends with the mark that ends reasoning, as templates write it that are
-    told not to think. Otherwise the prompt begins it, or the model itself may do so: a template can know the
-    marks of a model that does not think.
-    """
-    form, template = params.structured, context.template_input
-    if form is None or tokenizer is None:
+    """Return the parameters of a turn with its form, if it has one, in its place; see `placed_form`."""
+    if params.structured is None or tokenizer is None:
         return params
-    name = template.reply.reasoning
-    row = REASONING_FORMATS[name] if name else None
-    if row is None or not row.end or template.prefill is not None:
-        return params
-    end = tokenizer.decode_raw(context.prompt_token_ids[-_MAX_IDS_OF_MARK:])
-    if end.rstrip().endswith(row.end):
-        return params
-    form = replace(form, after=row.end, opening="" if template.reply.is_open else row.start)
+    form = placed_form(params.structured, context.template_input, context.prompt_token_ids, tokenizer)
     return replace(params, structured=form)
 
 

@@ -95,7 +95,7 @@ def with_choice(
 ) -> SamplingParams:
     """Return the parameters of a turn whose calls are those of a choice; raise ApiError 400.
 
-    `template_input` is the turn's own. The form begins with the reply; `behind_reasoning` moves it.
+    `template_input` is the turn's own. The form begins with the reply; `with_placed_form` moves it.
     """
     if chat_format is None or chat_format.tool_format is None or not template_input.tools:
         return params

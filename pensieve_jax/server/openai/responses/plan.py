@@ -23,7 +23,7 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
-from pensieve_jax.server.turns.structured import behind_reasoning
+from pensieve_jax.server.turns.structured import with_placed_form
 from pensieve_jax.server.turns.tool_choice import with_choice
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
@@ -107,7 +107,7 @@ class ResponsePlan:
             structured=self._form,
         )
         params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
-        return behind_reasoning(params, resolved, services.tokenizer)
+        return with_placed_form(params, resolved, services.tokenizer)
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
         conversation = self.context.conversation
