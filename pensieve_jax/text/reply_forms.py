@@ -1,7 +1,7 @@
 """The place of a form in a reply: behind its reasoning, or behind a prefill.
 
 Owns: the rule, for `LLM.chat` and every API.
-Does not know: the fields that ask for a form, the grammars of calls, or how a form becomes masks (`text.grammar`).
+Does not know: the fields that ask for a form, the grammars of calls, or how masks are made (`text.grammar`).
 """
 
 from __future__ import annotations

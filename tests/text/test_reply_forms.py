@@ -112,6 +112,17 @@ def test_calls_are_forms_like_others(kind, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_text_before_calls_may_follow_reasoning(kind):
+    row = TOOL_FORMATS["hermes"]
+    tokenizer = tokenizer_of(kind, (*row.marks, *THINK.marks))
+    calls = StructuredOutput.grammar(call_grammar(row, TOOLS, tokenizer, has_text=True))
+    form = placed_form(calls, TemplateInput(reply=THINKS), tokenizer.encode(FREE), tokenizer)
+    for text in ("I look.", "I look.\n" + WRITTEN["hermes"]):
+        assert takes(tokenizer, form, text) and takes(tokenizer, form, f"<think>hm</think>\n\n{text}")
+    assert not takes(tokenizer, form, "<think>hm</think>I look.<tool_call>\nNo.")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("prefill", "rest"),
     [

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.text import Tokenizer
-from pensieve_jax.text.grammar import Grammar, Grammars
+from pensieve_jax.text.grammar import Grammars
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat

@@ -129,8 +129,8 @@ class MessageContext:
 
     def _as_api_error(self, error: BaseException) -> ApiError:
         """Return the error response for an exception, with the client's names of fields."""
-        fields = {"prompt": "messages", "stop": "stop_sequences", **self._form_fields}
-        fields["structured.prefill"] = f"messages[{self._num_messages - 1}].content"
+        fields = {"prompt": "messages", "stop": "stop_sequences"}
+        fields |= {"structured.prefill": f"messages[{self._num_messages - 1}].content", **self._form_fields}
         fields |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self._context.tools))}
         for index, path in enumerate(self._context.paths):
             fields[f"messages[{index}].tool_call_id"] = f"{path}.tool_use_id"

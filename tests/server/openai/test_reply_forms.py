@@ -27,7 +27,7 @@ JSON_SCHEMA = {"name": "x", "schema": SCHEMA}
 USER = {"role": "user", "content": "so?"}
 CHAT = ("/v1/chat/completions", {"messages": [USER]})
 RESPONSES = ("/v1/responses", {"input": "so?"})
-CLAUDE = ("/v1/messages", {"model": "m", "max_tokens": 200, "messages": [USER]})
+CLAUDE = ("/v1/messages", {"model": "fake", "max_tokens": 200, "messages": [USER]})
 STRICT = {**CHAT_TOOL, "function": {**FUNCTION, "strict": True}}
 ASKED = [
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": JSON_SCHEMA}}, ANSWER),
@@ -66,7 +66,8 @@ def is_taken(server: ScriptedServer, form: StructuredOutput, text: str) -> bool:
     return takes(server.harness.services.tokenizer, form, text)
 
 
-@pytest.mark.parametrize(("asked", "fields", "reply"), ASKED)
+# The mark "<think>" is text to this model, so where text is the form it is text of the reply.
+@pytest.mark.parametrize(("asked", "fields", "reply"), [*ASKED[:4], *ASKED[5:]])
 def test_a_reply_may_think_first_or_answer_at_once(servers, asked, fields, reply):
     server = servers(reply)
     form = form_of(server, asked, fields)
