@@ -116,7 +116,7 @@ def test_text_before_calls_may_follow_reasoning(kind):
     row = TOOL_FORMATS["hermes"]
     tokenizer = tokenizer_of(kind, (*row.marks, *THINK.marks))
     calls = StructuredOutput.grammar(call_grammar(row, TOOLS, tokenizer, has_text=True))
-    form = placed_form(calls, TemplateInput(reply=THINKS), tokenizer.encode(FREE), tokenizer)
+    form = placed_form(calls, TemplateInput(reply=THINKS), tokenizer.encode(FREE, add_bos=False), tokenizer)
     for text in ("I look.", "I look.\n" + WRITTEN["hermes"]):
         assert takes(tokenizer, form, text) and takes(tokenizer, form, f"<think>hm</think>\n\n{text}")
     assert not takes(tokenizer, form, "<think>hm</think>I look.<tool_call>\nNo.")

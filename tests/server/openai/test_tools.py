@@ -350,7 +350,7 @@ def test_references_name_each_item_of_a_reply(path: Path) -> None:
 def test_no_schema_and_no_argument_breaks_the_commit_of_a_reply(path: Path, kind: Any) -> None:
     deep = "[" * 1600 + "]" * 1600
     text = f"<tool_call>\n<function=f>\n<parameter=p>\n{deep}\n</parameter>\n</function>\n</tool_call>"
-    schema = {"type": "object", "properties": {"p": {"type": kind}}}
+    schema = {"type": "object", "properties": {"p": {"allOf": [{"type": kind}]}}}
     server = ScriptedServer(path, [text] * 2, HERMES, tool_call_parser="qwen3_xml")
     conversation = send(server, "conversations")["id"]
     tools = [{"type": "function", "name": "f", "parameters": schema}]
