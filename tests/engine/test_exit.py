@@ -30,6 +30,7 @@ runner, _ = make_runner(
 
 for _ in range(30):
     handle = runner._launch(runner._empty_plan(layout), all_modes()[0])
+    runner.choose(handle, None)
 assert not handle.words.is_ready() and runner._last_words.pop() is handle.words
 
 

@@ -50,7 +50,8 @@ def test_a_model_continues_as_if_nothing_had_moved(num_devices, stored, is_exped
         for leave in (None, functools.partial(leave_and_return, is_expedited=is_expedited))
     ]
     for plain, swapped in zip(*results, strict=True):
-        for one, other in zip(plain, swapped, strict=True):
+        assert plain.prompt is None and swapped.prompt is None
+        for one, other in zip(plain[:4], swapped[:4], strict=True):
             np.testing.assert_array_equal(one[:1], other[:1])  # the other rows are padding
 
 
