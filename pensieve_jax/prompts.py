@@ -269,7 +269,10 @@ class PromptEncoder:
     ) -> TurnSpec:
         """Return a turn of messages, with how its reply is read."""
         template_input = self._format().with_reasoning(template_input, token_ids)
-        if params.structured is not None and self._tokenizer is not None:
+        # The engine names parameters of another type.
+        is_held = isinstance(params, SamplingParams) and params.structured is not None
+        if is_held and self._tokenizer is not None:
+            assert params.structured is not None
             form = placed_form(params.structured, template_input, token_ids, self._tokenizer)
             params = replace(params, structured=form)
         return TurnSpec(
