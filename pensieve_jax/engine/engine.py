@@ -422,7 +422,7 @@ class Engine:
         if previous is None:
             return self._lose_failed_rows()
         result = self._runner.fetch(previous.handle)
-        self._late_rows.accept(previous.sampling, result.token_ids.tolist(), result.logprobs)
+        self._late_rows.accept(previous.sampling, result.token_ids, result.logprobs)
         failure: StepFailedError | None = None
         if following is not None and following.is_late:
             try:

@@ -124,14 +124,15 @@ class LateRows:
                 return True
         return False
 
-    def accept(self, sampling: Iterable[Grant], token_ids: Sequence[int], logprobs: np.ndarray) -> None:
+    def accept(self, sampling: Iterable[Grant], token_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Continue the rows of a step's grants with the ids that it chose.
 
         Ids whose log-probability is not finite mean nothing; the caller ends these turns.
         """
         if not self._rows:
             return
-        for grant, token_id, is_real in zip(sampling, token_ids, np.isfinite(logprobs), strict=False):
+        are_real = np.isfinite(logprobs)
+        for grant, token_id, is_real in zip(sampling, token_ids.tolist(), are_real, strict=False):
             timed = self._rows.get(grant.request)
             if timed is None or not is_real:
                 continue
