@@ -17,7 +17,6 @@ from pensieve_jax.core.sampling_params import MAX_BIASED_IDS, SamplingParams, pe
 
 PENALTIES: Final = penalty_columns()
 """The sampling fields of penalties, by name; each is a word of a row."""
-WORD_BITS: Final = 32
 NUM_SEED_IDS: Final = 1024
 """Ids that one program adds to a row of counts."""
 PADDING_CODE: Final = np.iinfo(np.int32).max
@@ -41,11 +40,6 @@ class Adjustment:
     bias: np.ndarray | None = None
     counted: np.ndarray | None = None
     seeds: list[np.ndarray] = field(default_factory=list)
-
-
-def num_words(vocab_size: int) -> int:
-    """Return the number of 32-bit words with a bit per id."""
-    return -(-vocab_size // WORD_BITS)
 
 
 def no_bias(num_rows: int) -> np.ndarray:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pensieve_jax.core.token_masks import every_id, num_words
 from pensieve_jax.decoding import adjustments
 from pensieve_jax.decoding.adjustments import Adjustment
 from pensieve_jax.decoding.device import adjust
@@ -56,7 +57,7 @@ class Adjuster:
         self._new_counts: Any = None
         has_counts = num_slots > 0
         self.num_programs = (1 + has_counts) * len(self._nums_rows) + 2 * has_counts
-        row_bytes = 4 * adjustments.num_words(vocab_size) + adjustments.no_bias(1).nbytes
+        row_bytes = 4 * num_words(vocab_size) + adjustments.no_bias(1).nbytes
         self.num_bytes = adjust.counts_bytes(num_slots, vocab_size) + sum(self._nums_rows) * row_bytes
 
     def jobs(self) -> Iterator[CompilationJob]:
@@ -121,7 +122,7 @@ class Adjuster:
 
     def rehearsals(self, num_rows: int) -> Iterator[tuple[Adjustment | None, np.ndarray | None]]:
         """Yield arguments of `scores` that run each program for steps of `num_rows` rows once."""
-        yield None, np.full((num_rows, adjustments.num_words(self._vocab_size)), -1, np.int32)
+        yield None, every_id(num_rows, self._vocab_size)
         yield Adjustment(bias=adjustments.no_bias(num_rows)), None
         if self._num_slots:
             seeds = adjustments.seeds(0, (), (), clears=True)
@@ -131,7 +132,7 @@ class Adjuster:
         spec = logits_spec(self._vocab_size, self._mesh)
         sharding = NamedSharding(self._mesh, spec)
         logits: Any = jax.ShapeDtypeStruct((num_rows, self._vocab_size), np.float32, sharding=sharding)
-        words = self._abstract((num_rows, adjustments.num_words(self._vocab_size)), np.int32)
+        words = self._abstract((num_rows, num_words(self._vocab_size)), np.int32)
         bias = self._abstract(adjustments.no_bias(num_rows).shape, np.int32)
         statics = {"split_over": self._mesh if self._mesh.size > 1 and any(spec) else None}
         if not has_counts:
@@ -150,8 +151,7 @@ class Adjuster:
 
     def _every_id(self, num_rows: int) -> jax.Array:
         if num_rows not in self._all_ids:
-            words = np.full((num_rows, adjustments.num_words(self._vocab_size)), -1, np.int32)
-            self._all_ids[num_rows] = self._put(words)
+            self._all_ids[num_rows] = self._put(every_id(num_rows, self._vocab_size))
         return self._all_ids[num_rows]
 
     def _unbiased(self, num_rows: int) -> jax.Array:

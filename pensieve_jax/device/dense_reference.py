@@ -24,7 +24,8 @@ from model_defs.config import ModelConfig
 from model_defs.registry import Model
 from pensieve_jax.core.errors import ContextLengthError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.decoding.adjustments import WORD_BITS, bias_words, no_bias, num_words, penalty_words
+from pensieve_jax.core.token_masks import WORD_BITS, num_words
+from pensieve_jax.decoding.adjustments import bias_words, no_bias, penalty_words
 from pensieve_jax.decoding.device import sampler
 from pensieve_jax.decoding.device.adjust import Penalties, biased, has_bits, penalized
 from pensieve_jax.decoding.device.structure import ModelStructure

@@ -16,10 +16,9 @@ import numpy as np
 
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import GrammarFailedError, PensieveError
+from pensieve_jax.core.token_masks import ALL_IDS, every_id
 from pensieve_jax.scheduler import Grant, Request
 
-WORD_BITS: Final = 32
-ALL_IDS: Final = -1  # a word that allows its 32 ids
 MAX_STEP_S: Final = 0.045
 ROW_S: Final = 0.1
 ROW_TOKEN_S: Final = 0.001
@@ -100,7 +99,7 @@ class LateRows:
         """Start without rows, for a model of `vocab_size` ids."""
         self.now_s: Callable[[], float] = time.thread_time
         self.failed: dict[Request, PensieveError] = {}
-        self._num_words = -(-vocab_size // WORD_BITS)
+        self._vocab_size = vocab_size
         self._rows: dict[Request, _TimedRow] = {}
 
     def add(self, request: Request, row: LateRow) -> None:
@@ -155,7 +154,7 @@ class LateRows:
         ]
         if not found:
             return None
-        words = np.full((num_rows, self._num_words), ALL_IDS, np.int32)
+        words = every_id(num_rows, self._vocab_size)
         is_masked = False
         deadline_s = self.now_s() + MAX_STEP_S
         for number, request, timed in sorted(found, key=lambda one: one[2].last_s):

@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.decoding.adjustments import WORD_BITS, num_words
+from pensieve_jax.core.token_masks import WORD_BITS, num_words
 from pensieve_jax.engine.late_rows import LateRow
 from pensieve_jax.text import Tokenizer
 

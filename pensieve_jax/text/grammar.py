@@ -31,6 +31,7 @@ from pensieve_jax.core.errors import (
     UnsupportedGrammarError,
 )
 from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.core.token_masks import WORD_BITS, num_words
 from pensieve_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ The library makes a state for each remainder: 10 million take 10 s and gigabytes
 """
 MAX_GBNF_RULES: Final = 1000
 """Limit of rules in GBNF. Its conversion is Python code and takes time of the square of their number."""
-_WORD_BITS: Final = 32
 _ESCAPE_OR_SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
 _MAX_MESSAGE: Final = 300
 _MAX_TRIAL_MASKS: Final = 8
@@ -207,7 +207,7 @@ class Grammars:
 
     @property
     def _num_words(self) -> int:
-        return -(-self._vocab_size // _WORD_BITS)
+        return num_words(self._vocab_size)
 
     def _mark(self, mark: str) -> str:
         """Return a mark in Lark's notation; "" for none."""
@@ -257,11 +257,11 @@ class GrammarRow:
     ) -> None:
         self._matcher = matcher
         self._words = np.zeros((1, num_words), np.int32)
-        self._eos = divmod(eos_token_id, _WORD_BITS)
+        self._eos = divmod(eos_token_id, WORD_BITS)
         self._ending_ids = frozenset(ending_ids)
         self._ending_words = np.zeros(num_words, np.uint32)
         for token_id in self._ending_ids:
-            self._ending_words[token_id // _WORD_BITS] |= np.uint32(1 << token_id % _WORD_BITS)
+            self._ending_words[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
         self._min_tokens = min_tokens
         self._num_accepted = 0
         self._has_ended = False

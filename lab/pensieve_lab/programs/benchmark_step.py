@@ -43,7 +43,7 @@ from pensieve_jax.commands.engine_flags import (
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.core.sampling_params import MAX_BIASED_IDS, SamplingParams
-from pensieve_jax.decoding.adjustments import num_words
+from pensieve_jax.core.token_masks import num_words
 from pensieve_jax.decoding.device.weights import ProgressBar, serving_dtype
 from pensieve_jax.device.row_steps import RowSteps, StepRow, Timed
 from pensieve_lab.common.list_flags import numbers

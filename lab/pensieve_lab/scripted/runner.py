@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pensieve_jax import ConfigError
+from pensieve_jax.core.token_masks import every_id
 from pensieve_jax.engine.runner import Progress, Runner
 from pensieve_jax.engine.transfers import Transfers
 from pensieve_jax.scheduler import PlanLayout, StepPlan, StepResult
@@ -56,7 +57,7 @@ class ScriptedRunner:
         self._inner = inner
         self._writer = writer
         self._page_size = sizes.page_size
-        self._num_words = -(-sizes.vocab_size // 32)
+        self._vocab_size = sizes.vocab_size
         self._ids = np.zeros(sizes.num_pages * sizes.page_size, np.int32)
         self._prev_ids = np.zeros(0, np.int32)
 
@@ -83,7 +84,7 @@ class ScriptedRunner:
     def choose(self, handle: ScriptedHandle, words: np.ndarray | None) -> None:
         """Start the choice, with the script's id as the only one that is left to each row."""
         token_ids = self._script_ids(handle.plan, words)
-        only = np.full((len(token_ids), self._num_words), -1, np.int32)
+        only = every_id(len(token_ids), self._vocab_size)
         rows = np.flatnonzero(token_ids >= 0)
         only[rows] = 0
         only.view(np.uint32)[rows, token_ids[rows] // 32] = np.uint32(1) << (token_ids[rows] % 32).astype(

@@ -22,7 +22,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.sharding import TENSOR_AXIS
-from pensieve_jax.decoding.adjustments import MAX_COUNT, PENALTIES, WORD_BITS, num_words
+from pensieve_jax.core.token_masks import WORD_BITS, num_words
+from pensieve_jax.decoding.adjustments import MAX_COUNT, PENALTIES
 
 
 class Counts(NamedTuple):

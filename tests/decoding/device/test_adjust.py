@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model_defs import make_mesh
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.token_masks import num_words
 from pensieve_jax.decoding.adjustments import (
     MAX_COUNT,
     NUM_SEED_IDS,
     bias_words,
     no_bias,
     not_counted,
-    num_words,
     penalty_words,
     seeds,
 )
