@@ -35,7 +35,7 @@ from pensieve_jax.text import (
     check_tools,
     num_messages_held,
 )
-from pensieve_jax.text.messages import call_ids, check_results
+from pensieve_jax.text.messages import call_ids, check_results, prefill_of
 from pensieve_jax.text.reply_forms import placed_form
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
@@ -352,11 +352,11 @@ def _divided(
     """Return the messages before the reply, and the beginning of the reply if the last one is that."""
     if not continues:
         return messages, None
-    last = messages[-1]
-    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls") or last.get("reasoning"):
+    prefill = prefill_of(messages)
+    if prefill is None:
         limit = "messages that end with a text of the assistant alone, after another message"
         raise InvalidRequestError(field, messages, f"{limit}, with continue_final_message")
-    return messages[:-1], last["content"]
+    return messages[:-1], prefill
 
 
 def _call_ids(earlier: Sequence[EarlierTurn]) -> list[str]:

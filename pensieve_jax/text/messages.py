@@ -60,6 +60,17 @@ def check_results(
         known.update(call_ids([message]))
 
 
+def prefill_of(messages: Sequence[Message]) -> str | None:
+    """Return the text of the last message as the beginning of a reply to those before it.
+
+    Returns None unless it is a text of the assistant alone, behind another message.
+    """
+    last = messages[-1]
+    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls") or last.get("reasoning"):
+        return None
+    return content_of(last)
+
+
 def call_ids(messages: Iterable[Message]) -> list[str]:
     """Return the ids of the tool calls in these messages, in order."""
     return [call["id"] for message in messages for call in message.get("tool_calls") or ()]

@@ -15,6 +15,7 @@ from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.text import ChatFormat, Message
+from pensieve_jax.text.messages import prefill_of
 from pensieve_jax.text.tools import Tool, check_tools
 
 HOSTED_TOOLS: Final = frozenset(
@@ -149,8 +150,8 @@ def divided(
     """
     if not continues:
         return list(messages), None
-    last = messages[-1]
-    if len(messages) < 2 or last["role"] != "assistant" or last.get("tool_calls") or last.get("reasoning"):
+    prefill = prefill_of(messages)
+    if prefill is None:
         sentence = f"{field} needs a text of the assistant alone as the last message, after another message."
         raise invalid_value(field, sentence)
-    return list(messages[:-1]), last["content"]
+    return list(messages[:-1]), prefill
