@@ -10,7 +10,6 @@ Called by `LLM` and the server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
@@ -36,7 +35,7 @@ from pensieve_jax.text import (
     num_messages_held,
 )
 from pensieve_jax.text.messages import call_ids, check_results, prefill_of
-from pensieve_jax.text.reply_forms import placed_form
+from pensieve_jax.text.reply_forms import with_placed_form
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
 type Messages = Sequence[Message]
@@ -269,12 +268,8 @@ class PromptEncoder:
     ) -> TurnSpec:
         """Return a turn of messages, with how its reply is read."""
         template_input = self._format().with_reasoning(template_input, token_ids)
-        # The engine names parameters of another type.
-        is_held = isinstance(params, SamplingParams) and params.structured is not None
-        if is_held and self._tokenizer is not None:
-            assert params.structured is not None
-            form = placed_form(params.structured, template_input, token_ids, self._tokenizer)
-            params = replace(params, structured=form)
+        if isinstance(params, SamplingParams):  # the engine names parameters of another type
+            params = with_placed_form(params, template_input, token_ids, self._tokenizer)
         return TurnSpec(
             token_ids,
             params,

@@ -42,8 +42,6 @@ from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers, reasoning_format, tool_format
 
 _PLACEHOLDER: Final = "MessageStandsHere"
-_MAX_IDS_OF_MARK: Final = 32
-"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
 
 
 class EarlierTurn(NamedTuple):
@@ -274,8 +272,7 @@ class ChatFormat:
             return template_input
         mark, is_open = self.reasoning_format.start, False
         if mark and template_input.prefill is None:
-            end = self._tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
-            is_open = end.rstrip().endswith(mark)
+            is_open = self._tokenizer.ends_with(prompt_token_ids, mark)
         reply = replace(template_input.reply, reasoning=self.reasoning_format.name, is_open=is_open)
         return replace(template_input, reply=reply)
 

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import REASONING_FORMATS
 
-_MAX_IDS_OF_MARK: Final = 32
-"""Number of ids that a mark at the end of a prompt may have, with white space behind it."""
+
+def with_placed_form(
+    params: SamplingParams,
+    template: TemplateInput,
+    prompt_token_ids: Sequence[int],
+    tokenizer: Tokenizer | None,
+) -> SamplingParams:
+    """Return the parameters of a turn with its form, if it has one, in its place; see `placed_form`."""
+    if params.structured is None or tokenizer is None:
+        return params
+    return replace(params, structured=placed_form(params.structured, template, prompt_token_ids, tokenizer))
 
 
 def placed_form(
@@ -35,8 +44,6 @@ def placed_form(
     row = REASONING_FORMATS[name] if name else None
     if row is None or not row.end:
         return form
-    if template.prefill is None:
-        end = tokenizer.decode_raw(prompt_token_ids[-_MAX_IDS_OF_MARK:])
-        if end.rstrip().endswith(row.end):
-            return form
+    if template.prefill is None and tokenizer.ends_with(prompt_token_ids, row.end):
+        return form
     return replace(form, after=row.end, opening="" if template.reply.is_open else row.start)

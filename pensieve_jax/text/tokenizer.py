@@ -22,6 +22,8 @@ from pensieve_jax.text.listed_tokens import mark_special
 
 BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """The spelling of a byte's token in tokenizers with byte fallback."""
+_MAX_IDS_OF_MARK: Final = 32
+"""Number of ids that a mark at the end of a text may have, with white space behind it."""
 _LONG = 2048
 """Sequences of more ids than this are decoded as a batch of one. The library holds the interpreter's lock
 while it decodes a single text and releases it during a batch. For the few ids of a stream, releasing the lock
@@ -192,6 +194,10 @@ class Tokenizer:
     def decode_raw(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, with special ones written out."""
         return self.decode_window(list(token_ids))
+
+    def ends_with(self, token_ids: Sequence[int], mark: str) -> bool:
+        """Return whether the text of `token_ids` ends with `mark`, or with white space behind it."""
+        return self.decode_raw(token_ids[-_MAX_IDS_OF_MARK:]).rstrip().endswith(mark)
 
     def decode_window(self, token_ids: list[int]) -> str:
         """Return the text of ids that are not special (not checked). Streaming calls this for every token."""

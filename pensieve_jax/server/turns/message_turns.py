@@ -29,11 +29,11 @@ from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
-from pensieve_jax.server.turns.structured import with_placed_form
 from pensieve_jax.server.workers import WorkEstimate, is_long
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
+from pensieve_jax.text.reply_forms import with_placed_form
 from pensieve_jax.text.tools import num_tool_characters
 
 type ParamsOf = Callable[[int], Sequence[SamplingParams]]
@@ -167,7 +167,8 @@ class MessageTurns:
         check_num_tokens(services, resolved.num_context_tokens, "messages")
         self.contexts = [resolved, *(resolved.again() for _ in range(self._num_replies - 1))]
         room = services.engine.info.limits.max_context_tokens - resolved.num_context_tokens
-        params = [with_placed_form(one, resolved, services.tokenizer) for one in params_of(room)]
+        where = resolved.template_input, resolved.prompt_token_ids, services.tokenizer
+        params = [with_placed_form(one, *where) for one in params_of(room)]
         return [
             context.spec(one, self._attachment(context, one))
             for context, one in zip(self.contexts, params, strict=True)

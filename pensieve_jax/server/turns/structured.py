@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 
 from pensieve_jax.core.errors import GrammarTooComplexError, InvalidRequestError, UnsupportedGrammarError
-from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.structured import StructuredOutput
-from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.workers import run_cpu
-from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import check_grammar
-from pensieve_jax.text.reply_forms import placed_form
 
 _MAX_CHECKED: Final = 256
 
@@ -128,16 +123,6 @@ async def asked_text_format(call: HttpRequest, text_format: TextFormat | None) -
         return AskedForm()
     kind, schema, is_loose = text_format.type, text_format.schema, text_format.strict is False
     return await _checked(call, _format_wishes(kind, schema, "text.format", "text.format.schema", is_loose))
-
-
-def with_placed_form(
-    params: SamplingParams, context: ResolvedContext, tokenizer: Tokenizer | None
-) -> SamplingParams:
-    """Return the parameters of a turn with its form, if it has one, in its place; see `placed_form`."""
-    if params.structured is None or tokenizer is None:
-        return params
-    form = placed_form(params.structured, context.template_input, context.prompt_token_ids, tokenizer)
-    return replace(params, structured=form)
 
 
 async def asked_schema(call: HttpRequest, schema: dict[str, Any] | None, at: str) -> AskedForm:

@@ -23,8 +23,8 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
-from pensieve_jax.server.turns.structured import with_placed_form
 from pensieve_jax.server.turns.tool_choice import with_choice
+from pensieve_jax.text.reply_forms import with_placed_form
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "prompt": "input",
@@ -107,7 +107,9 @@ class ResponsePlan:
             structured=self._form,
         )
         params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
-        return with_placed_form(params, resolved, services.tokenizer)
+        return with_placed_form(
+            params, resolved.template_input, resolved.prompt_token_ids, services.tokenizer
+        )
 
     def _draft(self, head: ResponseHead, turn_id: str) -> ResponseDraft:
         conversation = self.context.conversation
