@@ -93,6 +93,11 @@ def num_characters(messages: Iterable[Message]) -> int:
     return sum(len(text_with_calls(message)) + len(message.get("reasoning") or "") for message in messages)
 
 
+def message_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a tool call as messages have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def checked_call(call_id: object, name: object, arguments: object, field: str) -> dict[str, Any]:
     """Return a tool call of these parts; raise InvalidRequestError naming `field.id` and so on.
 
@@ -102,8 +107,7 @@ def checked_call(call_id: object, name: object, arguments: object, field: str) -
         if not isinstance(value, str) or not value:
             raise InvalidRequestError(f"{field}.{key}", value, "a non-empty string")
     check_arguments(arguments, f"{field}.function.arguments")
-    function = {"name": name, "arguments": arguments if str(arguments).strip() else "{}"}
-    return {"id": call_id, "type": "function", "function": function}
+    return message_call(str(call_id), str(name), str(arguments) if str(arguments).strip() else "{}")
 
 
 def check_arguments(arguments: object, field: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from pensieve_jax.core.outputs import Output, ToolCall
 from pensieve_jax.core.template_input import NO_INPUT, ReplyFormat, TemplateInput
-from pensieve_jax.text.messages import Message
+from pensieve_jax.text.messages import Message, message_call
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tokenizer import Tokenizer
@@ -66,23 +66,24 @@ class ReplyReader:
         """
         if text is None:
             text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
-        parts = self.parts((template.prefill or "") + text, template, turn=turn)
-        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
-        if parts.reasoning:
-            message["reasoning"] = parts.reasoning
-        if parts.calls:
-            message["content"] = parts.content or None
-            message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for call_id, name, arguments in parts.calls
-            ]
-        return message
+        return message_of(self.parts((template.prefill or "") + text, template, turn=turn))
 
     def parts(self, text: str, template: TemplateInput, *, turn: str = "") -> ReplyParts:
         """Return the parts of a reply's text, prefill included; see `message` for `turn`."""
         if not has_parts(template):
             return ReplyParts(text)
         return _parts(reply_parser(template), text, template.reply, turn)
+
+
+def message_of(parts: ReplyParts) -> Message:
+    """Return the assistant's message of a reply; one that only calls tools has no content."""
+    message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+    if parts.reasoning:
+        message["reasoning"] = parts.reasoning
+    if parts.calls:
+        message["content"] = parts.content or None
+        message["tool_calls"] = [message_call(*call) for call in parts.calls]
+    return message
 
 
 def divided_output(output: Output, template: TemplateInput) -> Output:

@@ -32,6 +32,7 @@ from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, 
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.server.turns.template import LEAVES_OUT
 from pensieve_jax.text import Message
+from pensieve_jax.text.messages import message_call
 
 _BILLING: Final = "x-anthropic-billing-header:"
 _SEPARATOR: Final = "\n"
@@ -174,8 +175,7 @@ class _Reader:
             elif isinstance(block, RedactedThinkingBlock):
                 self._ignore(["messages[].content[].data"])
             elif isinstance(block, ToolUseBlock):
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-                call = {"id": block.id, "type": "function", "function": function}
+                call = message_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
                 message.setdefault("tool_calls", []).append(call)
             else:
                 message["content"] += block.text

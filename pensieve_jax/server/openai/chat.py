@@ -35,7 +35,8 @@ from pensieve_jax.server.turns.sampling import choice_params
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.turns.tool_choice import FIELDS, with_calls, with_choice
-from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, new_parser
+from pensieve_jax.text.messages import message_call
+from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, message_of, new_parser
 from pensieve_jax.text.reply_events import (
     ArgumentText,
     CallBegun,
@@ -230,11 +231,8 @@ class ReplyDeltas:
                 return {"reasoning": text, "reasoning_content": text}
             case CallBegun(call, name, header):
                 self.num_calls += 1
-                function: dict[str, Any] = {"name": name, "arguments": ""}
                 found = call_id(self._turn_id, call, row=self._reply.calls, header=header)
-                return {
-                    "tool_calls": [{"index": call, "id": found, "type": "function", "function": function}]
-                }
+                return {"tool_calls": [{"index": call, **message_call(found, name, "")}]}
             case ArgumentText(call, text):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
         assert isinstance(event, ContentText)
@@ -246,17 +244,9 @@ def _shown(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
 
 
 def _message(parts: ReplyParts) -> dict[str, Any]:
-    """Return the message of a choice; one that only calls tools has no content."""
-    message: dict[str, Any] = {"role": "assistant", "content": parts.content, "refusal": None}
-    if parts.reasoning:
-        message |= {"reasoning": parts.reasoning, "reasoning_content": parts.reasoning}
-    if parts.calls:
-        message["content"] = parts.content or None
-        message["tool_calls"] = [
-            {"id": found, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for found, name, arguments in parts.calls
-        ]
-    return message
+    """Return the message of a choice, whose reasoning has both names that clients read."""
+    message = {**message_of(parts), "refusal": None}
+    return message | {"reasoning_content": parts.reasoning} if parts.reasoning else message
 
 
 def finish_reason(reason: FinishReason, *, num_calls: int) -> str:

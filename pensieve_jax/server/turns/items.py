@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from pensieve_jax.text.messages import Message
+from pensieve_jax.text.messages import Message, message_call
 
 type Item = dict[str, Any]
 _REPLY_ID: Final = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})(?:r[1-9]\d{0,5})?\Z")
@@ -89,8 +89,7 @@ def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:
             reply["content"] = (reply["content"] or "") + text_of(item)
         elif kind == "function_call":
             reply = reply or _new_reply(messages)
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
+            call = message_call(item["call_id"], item["name"], item["arguments"])
             reply.setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
             if not text_of(item):
