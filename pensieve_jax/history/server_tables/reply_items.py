@@ -9,7 +9,7 @@ response and a stream of it have the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pensieve_jax.core.template_input import TemplateInput
@@ -54,11 +54,11 @@ class ReplyItems:
         """Add the item that an event begins, without text."""
         if isinstance(event, CallBegun):
             found = call_id(self._turn_id, event.call, row=self._reply.calls, header=event.header)
-            item = call_item(self._id("fc"), found, event.name, "")
+            item = opened(self._id("fc"), call_item(found, event.name, ""))
         elif isinstance(event, ReasoningText):
-            item = reasoning_item(self._id("rs"), "")
+            item = opened(self._id("rs"), reasoning_item(""))
         else:
-            item = message_item(self._id("msg"), "")
+            item = opened(self._id("msg"), assistant_item([""]))
         self.items.append(item)
         return item
 
@@ -108,31 +108,29 @@ def add_events(items: ReplyItems, events: Iterable[ReplyEvent]) -> None:
             items.close()
 
 
-def message_item(item_id: str, text: str) -> Item:
-    """Return an open message of the assistant."""
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {
-        "id": item_id,
-        "type": "message",
-        "role": "assistant",
-        "status": "in_progress",
-        "content": [part],
-    }
+def opened(item_id: str, item: Item) -> Item:
+    """Return an item with its id, to which text may still be added."""
+    return {"id": item_id, **item, "status": "in_progress"}
 
 
-def reasoning_item(item_id: str, text: str) -> Item:
-    """Return an open item of reasoning; it has no summary."""
-    part = {"type": "reasoning_text", "text": text}
-    return {"id": item_id, "type": "reasoning", "summary": [], "status": "in_progress", "content": [part]}
+def assistant_item(texts: Iterable[str]) -> Item:
+    """Return a complete item without an id: a message of the assistant whose parts have these texts."""
+    parts = [output_part(text) for text in texts]
+    return {"type": "message", "status": "completed", "role": "assistant", "content": parts}
 
 
-def call_item(item_id: str, call_id: str, name: str, arguments: str) -> Item:
-    """Return an open call of a function."""
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": call_id,
-        "name": name,
-        "arguments": arguments,
-    }
+def reasoning_item(text: str) -> Item:
+    """Return a complete item without an id: the reasoning before a reply. It has no summary."""
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "status": "completed", "summary": [], "content": content}
+
+
+def call_item(call_id: str, name: str, arguments: str) -> Item:
+    """Return a complete item without an id: a call of a function."""
+    call = {"call_id": call_id, "name": name, "arguments": arguments}
+    return {"type": "function_call", "status": "completed", **call}
+
+
+def output_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the `output_text` part of a reply."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

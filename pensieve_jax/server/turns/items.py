@@ -18,9 +18,9 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from pensieve_jax.history.server_tables.reply_items import Item, assistant_item, call_item, reasoning_item
 from pensieve_jax.text.messages import Message, message_call
 
-type Item = dict[str, Any]
 _REPLY_ID: Final = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})(?:r[1-9]\d{0,5})?\Z")
 _INPUT_ID: Final = re.compile(r"msg_([0-9a-f]{32})_(\d{1,6})\Z")
 
@@ -42,35 +42,17 @@ def items_of(messages: Iterable[Message]) -> list[Item]:
     return items
 
 
-def call_item(call_id: str, name: str, arguments: str) -> Item:
-    """Return a stored item without an id: a call of a function."""
-    call = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"type": "function_call", "status": "completed", **call}
-
-
 def output_item(call_id: str, output: str) -> Item:
     """Return a stored item without an id: the result of a call."""
     return {"type": "function_call_output", "status": "completed", "call_id": call_id, "output": output}
 
 
-def reasoning_item(text: str) -> Item:
-    """Return a stored item without an id: the reasoning before a reply."""
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"type": "reasoning", "status": "completed", "summary": [], "content": content}
-
-
 def stored_item(role: str, texts: Sequence[str]) -> Item:
     """Return a stored item without an id: a message whose parts have these texts."""
     if role == "assistant":
-        parts = [output_part(text) for text in texts]
-    else:
-        parts = [{"type": "input_text", "text": text} for text in texts]
+        return assistant_item(texts)
+    parts = [{"type": "input_text", "text": text} for text in texts]
     return {"type": "message", "status": "completed", "role": role, "content": parts}
-
-
-def output_part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return the `output_text` part of a reply."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def messages_of(items: Iterable[Mapping[str, Any]]) -> list[Message]:

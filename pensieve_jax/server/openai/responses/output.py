@@ -15,10 +15,17 @@ from typing import Any, Protocol
 
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.core.template_input import TemplateInput
-from pensieve_jax.history.server_tables.reply_items import Item, ReplyItems, message_item, reply_items
+from pensieve_jax.history.server_tables.reply_items import (
+    Item,
+    ReplyItems,
+    assistant_item,
+    opened,
+    output_part,
+    reply_items,
+)
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces, TextPiece
-from pensieve_jax.server.turns.items import output_part
+from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.text.replies import has_parts, new_parser, shown_marks
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -69,9 +76,9 @@ def output_items(
 ) -> list[Item]:
     """Return the output of a finished reply with this text."""
     if not has_parts(template):
-        item = message_item(f"msg_{turn_id}", text)
+        item = {**assistant_item([text]), "id": reply_id(turn_id), "status": status}
         item["content"][0]["logprobs"] = logprob_objects(texts, logprobs or ())
-        return [{**item, "status": status}]
+        return [item]
     if not logprobs:
         return reply_items(turn_id, text, template, status)
     parts = _Parts(turn_id, template, texts)
@@ -87,12 +94,12 @@ class _Message:
     """A reply that is one message."""
 
     def __init__(self, turn_id: str, texts: TokenTexts) -> None:
-        self._item_id = f"msg_{turn_id}"
+        self._item_id = reply_id(turn_id)
         self._texts = texts
         self._said: list[str] = []
 
     def begin(self) -> WireEvents:
-        item = {**message_item(self._item_id, ""), "content": []}
+        item = opened(self._item_id, assistant_item(()))
         return [
             ("response.output_item.added", {"output_index": 0, "item": item}),
             ("response.content_part.added", {**self._place(), "part": output_part("")}),

@@ -16,10 +16,11 @@ from msgspec import Meta
 
 from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.core.template_input import TemplateInput
+from pensieve_jax.history.server_tables.reply_items import call_item, reasoning_item
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
 from pensieve_jax.server.turns.checks import check_metadata
-from pensieve_jax.server.turns.items import Item, call_item, output_item, reasoning_item, stored_item
+from pensieve_jax.server.turns.items import Item, output_item, stored_item
 from pensieve_jax.server.turns.sampling import (
     MISSPELLED,
     TEMPLATE_FIELDS,
