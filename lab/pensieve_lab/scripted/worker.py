@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from model_defs import source_config
-from pensieve_jax.assembly import Assembled, assemble
+from pensieve_jax.assembly import Assembled
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.engine.runner import Runner
 from pensieve_jax.server.engine_process import worker
@@ -35,16 +35,7 @@ def make(start: Start) -> Assembled:
         sizes = Sizes(start.config.cache.chunk_tokens, runner.storage.num_pages, model_config.vocab_size)
         return ScriptedRunner(runner, writer, sizes)
 
-    return assemble(
-        start.model,
-        dtype=start.dtype,
-        history=start.history,
-        synchronous=start.synchronous,
-        config=start.config,
-        progress=start.progress,
-        may_make_history=start.may_make_history,
-        wrap=wrap,
-    )
+    return worker.assembled(start, wrap)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from pallas_kernels.ragged_paged_attention import AttentionArgumentError
 from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.describe import describe
+from pensieve_jax.device.model_runner import ModelRunner
+from pensieve_jax.engine.runner import Runner
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Failed, Start, sent_error
@@ -52,7 +54,7 @@ def main(make: Callable[[Start], Assembled] | None = None) -> int:
         ready = threading.Event()
         threading.Thread(target=_leave_with_front, args=(front, ready), daemon=True).start()
         try:
-            parts = (make or _assemble)(start)
+            parts = (make or assembled)(start)
         except (PensieveError, ModelError, AttentionArgumentError) as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
@@ -91,7 +93,8 @@ def _leave_with_front(front: socket.socket, ready: threading.Event) -> None:
             os._exit(0)
 
 
-def _assemble(start: Start) -> Assembled:
+def assembled(start: Start, wrap: Callable[[ModelRunner], Runner] | None = None) -> Assembled:
+    """Build the engine that the front end asks for; see `assemble` for `wrap` and errors."""
     return assemble(
         start.model,
         dtype=start.dtype,
@@ -100,6 +103,7 @@ def _assemble(start: Start) -> Assembled:
         config=start.config,
         progress=start.progress,
         may_make_history=start.may_make_history,
+        wrap=wrap,
     )
 
 

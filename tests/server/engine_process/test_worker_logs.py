@@ -42,7 +42,7 @@ class Server:
         thread.join()
         fail()
 
-worker._assemble = worker._info = lambda *_: Parts
+worker.assembled = worker._info = lambda *_: Parts
 worker.EngineServer = Server
 """
 SERVE = "sys.exit(worker.main())"
@@ -71,7 +71,7 @@ def test_log_lines_have_the_chosen_format(log_format: str) -> None:
 
 def test_a_startup_failure_is_reported_with_its_message() -> None:
     """No prompt exists yet that the message might quote, and the operator needs the cause."""
-    ended = run_worker(WORKER + "worker._assemble = fail\n" + SERVE, "json")
+    ended = run_worker(WORKER + "worker.assembled = fail\n" + SERVE, "json")
     assert ended.returncode == 1 and ended.stderr.endswith(f"RuntimeError: {SECRET}\n")
 
 
@@ -87,7 +87,7 @@ except RuntimeError:
         thread.join()
     sys.exit(7)
 """
-    assert run_worker(WORKER + "worker._assemble = fail\n" + serve, "json").returncode == 7
+    assert run_worker(WORKER + "worker.assembled = fail\n" + serve, "json").returncode == 7
 
 
 def run_worker(code: str, log_format: str) -> subprocess.CompletedProcess[str]:
