@@ -16,8 +16,8 @@ from pensieve_lab.client_matrix.causes import Result, result_of
 from pensieve_lab.client_matrix.environments import Environments, NotInstalledError
 from pensieve_lab.client_matrix.report import ClientResults, counted, document, markdown, rows, summary
 from pensieve_lab.client_matrix.running import Ended, NotStartedError, run_programs
+from pensieve_lab.client_matrix.servers import given_address
 from pensieve_lab.clients.recorder import Exchange
-from pensieve_lab.programs.run_clients import given_address
 
 PROGRAM_FILE = """
 import os, sys, threading

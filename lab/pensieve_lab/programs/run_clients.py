@@ -12,10 +12,6 @@ server instead. The last line is one JSON document (see `--json`); the exit stat
 from __future__ import annotations
 
 import contextlib
-import shlex
-import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -33,29 +29,29 @@ from pensieve_lab.client_matrix.causes import Result, result_of
 from pensieve_lab.client_matrix.environments import Environments, NotInstalledError
 from pensieve_lab.client_matrix.report import ClientResults, document, markdown, rows, summary
 from pensieve_lab.client_matrix.running import Ended, NotStartedError, run_programs
+from pensieve_lab.client_matrix.servers import SCRIPTED, Target, define_server_flags, given, started
 from pensieve_lab.clients.recorder import Recorder
 from pensieve_lab.scripted.model import make_model
 from pensieve_lab.scripted.script import DEFAULT_SCRIPT
-from pensieve_lab.serving.served import SERVE, ServedProcess
+from pensieve_lab.serving.served import SERVE
 
 FLAGS = flags.FLAGS
 _SCRIPTED, _CHAT, _GIVEN = "scripted", "chat", "given"
 _LAUNCHERS: Final = {
-    _SCRIPTED: ("-m", "pensieve_lab.programs.serve_scripted"),
+    _SCRIPTED: SCRIPTED,
     _CHAT: (*SERVE, "--model=chat"),
 }
 _SIZES: Final = ("--dtype=float32", "--gpu_pages=4000", "--max_num_running=8", "--token_buckets=16,512")
 _LEFT_OPEN_S: Final = 2.0
-_ANSWER_S: Final = 30.0
 _TOKENIZER_VARIABLE: Final = "TRIAL_TOKENIZER"
 _COLUMNS: Final = ("server", "client", "version", "program", "outcome", "cause")
 
 
 @contextlib.contextmanager
-def server(name: str, directory: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield a server's address, its model's name, and a directory with the model's tokenizer."""
+def server(name: str, directory: Path) -> Iterator[Target]:
+    """Yield a server of one kind."""
     if name == _GIVEN:
-        yield given_address(FLAGS.url), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
+        yield given(directory)
         return
     tokenizer = directory / name
     if name == _SCRIPTED:
@@ -63,24 +59,8 @@ def server(name: str, directory: Path) -> Iterator[tuple[str, str, Path]]:
         make_model(tokenizer, DEFAULT_SCRIPT)
     else:
         tokenizer = Path(resolve_model(DEFAULT_MODEL))
-    given = shlex.split(FLAGS.server_flags)
-    with (
-        tempfile.TemporaryDirectory() as private,
-        ServedProcess([*_SIZES, f"--history={private}/chats.sqlite", *given], _LAUNCHERS[name]) as served,
-    ):
-        yield served.address, name, tokenizer
-
-
-def given_address(url: str) -> str:
-    """Return the address of a running server, without /v1; raises ConfigError if none answers there."""
-    address = url.rstrip("/").removesuffix("/v1")
-    try:
-        with urllib.request.urlopen(f"{address}/v1/models", timeout=_ANSWER_S):
-            return address
-    except urllib.error.HTTPError:  # it answers, if only to a key
-        return address
-    except (OSError, ValueError) as error:
-        raise ConfigError("--url", url, "the address of a running server", str(error)) from error
+    with started(_LAUNCHERS[name], _SIZES) as address:
+        yield Target(address, name, tokenizer)
 
 
 def run_all(name: str, commands: dict[str, list[str]], all_results: Sequence[ClientResults]) -> None:
@@ -153,11 +133,8 @@ def main() -> int:
 def define_flags() -> None:
     flags.DEFINE_string("directory", None, "Directory of the clients' environments; it is made.")
     flags.DEFINE_list("clients", [], "Names of clients; default: all.")
-    flags.DEFINE_list("servers", [_SCRIPTED], "Servers to start: scripted, chat, or both.")
-    flags.DEFINE_string("url", None, "Address of a running server; default: start those of --servers.")
-    flags.DEFINE_string("model_name", "chat", "Name of the model at --url.")
-    flags.DEFINE_string("tokenizer", None, "Directory of the tokenizer of the model at --url.")
-    flags.DEFINE_string("server_flags", "", "Further flags of the servers that are started.")
+    flags.DEFINE_list("servers", [_SCRIPTED], "Servers to start without --url: scripted, chat, or both.")
+    define_server_flags()
     flags.DEFINE_float("timeout_s", 120.0, "Seconds that one program may take.", lower_bound=1.0)
     flags.DEFINE_float("install_s", 600.0, "Seconds that one installation may take.", lower_bound=1.0)
     flags.DEFINE_string("markdown", None, "File for the tables.")

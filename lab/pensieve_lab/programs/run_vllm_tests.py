@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 import tempfile
 from collections import Counter
@@ -30,16 +29,14 @@ from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_lab.client_matrix.environments import Environments
 from pensieve_lab.client_matrix.report import markdown
-from pensieve_lab.programs.run_clients import given_address
+from pensieve_lab.client_matrix.servers import SCRIPTED, Target, define_server_flags, given, started
 from pensieve_lab.scripted.model import make_model
-from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.vllm_tests.copying import copy_tests, load_selection
 from pensieve_lab.vllm_tests.outcomes import TestResult, result_of
 
 FLAGS = flags.FLAGS
 _MODEL: Final = "scripted"
 SCRIPT: Final = Path(__file__).parents[1] / "vllm_tests" / "script.toml"
-_LAUNCHER: Final = ("-m", "pensieve_lab.programs.serve_scripted")
 _SIZES: Final = (
     *("--dtype=float32", "--gpu_pages=2000", "--max_num_running=8", "--token_buckets=16,512"),
     "--max_position_embeddings=8192",  # what a test of the tokenizer's route expects
@@ -58,20 +55,16 @@ _PACKAGES: Final = (
 
 
 @contextlib.contextmanager
-def server(directory: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield a server's address, its model's name, and a directory with the model's tokenizer."""
+def server(directory: Path) -> Iterator[Target]:
+    """Yield the server at `--url`, or one with a scripted model."""
     if FLAGS.url:
-        yield given_address(FLAGS.url), FLAGS.model_name, Path(FLAGS.tokenizer or directory)
+        yield given(directory)
         return
     tokenizer = directory / "vllm_tests_model"
     tokenizer.mkdir(exist_ok=True)
     make_model(tokenizer, SCRIPT)
-    given = [f"--script={SCRIPT}", *shlex.split(FLAGS.server_flags)]
-    with (
-        tempfile.TemporaryDirectory() as private,
-        ServedProcess([*_SIZES, f"--history={private}/chats.sqlite", *given], _LAUNCHER) as served,
-    ):
-        yield served.address, _MODEL, tokenizer
+    with started(SCRIPTED, [*_SIZES, f"--script={SCRIPT}"]) as address:
+        yield Target(address, _MODEL, tokenizer)
 
 
 def run_tests(python: Path, address: str, model: str, tokenizer: Path) -> list[TestResult]:
@@ -144,10 +137,7 @@ def main() -> int:
 def define_flags() -> None:
     flags.DEFINE_string("sdist", None, "Unpacked source distribution of vLLM.")
     flags.DEFINE_string("directory", None, "Directory of the tests' environment; it is made.")
-    flags.DEFINE_string("url", None, "Address of a running server; default: start one with a scripted model.")
-    flags.DEFINE_string("model_name", "chat", "Name of the model at --url.")
-    flags.DEFINE_string("tokenizer", None, "Directory of the tokenizer of the model at --url.")
-    flags.DEFINE_string("server_flags", "", "Further flags of the server that is started.")
+    define_server_flags()
     flags.DEFINE_float("timeout_s", 60.0, "Seconds that one test may take.", lower_bound=1.0)
     flags.DEFINE_float("file_s", 600.0, "Seconds that one file may take.", lower_bound=1.0)
     flags.DEFINE_float("install_s", 600.0, "Seconds that the installation may take.", lower_bound=1.0)
