@@ -76,9 +76,7 @@ class CompilingTurns:
 
     def take_ready(self) -> Iterator[tuple[Submit, PensieveError | None]]:
         """Yield and forget the messages whose grammars are compiled, or the error of one of them."""
-        if not self._held:
-            return
-        self._drain()
+        self._drain()  # first, also without messages: a notice may come after its message was taken
         for form, future in list(self._compiling.items()):
             if future.done():
                 del self._compiling[form]
@@ -110,7 +108,8 @@ class CompilingTurns:
             self._sockets[1].send(b"\0")
 
     def _drain(self) -> None:
-        assert self._sockets is not None
+        if self._sockets is None:
+            return
         with contextlib.suppress(BlockingIOError):
             while self._sockets[0].recv(4096):
                 pass

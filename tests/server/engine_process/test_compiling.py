@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from pensieve_jax import InvalidRequestError, SamplingParams, StructuredOutput
 from pensieve_jax.core.errors import GrammarFailedError, GrammarQueueFullError
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.engine_process import compiling
+from pensieve_jax.server.engine_process.messages import Submit, sent_spec
 from pensieve_jax.text.grammar import Grammars
 from tests.server.engine_process.fakes import TIMEOUT_S, FakeEngines, expected, fake_engine, run, spec, until
 
@@ -86,6 +89,31 @@ def test_an_error_of_the_library_refuses_its_message_alone(
 
     run(work())
     assert "a grammar could not be compiled" in caplog.text
+
+
+class Compiler:
+    """Grammars that are compiled at once and never kept."""
+
+    def kept(self, form: StructuredOutput) -> None:
+        return None
+
+    def compile(self, form: StructuredOutput) -> object:
+        return object()
+
+
+def test_a_notice_that_comes_late_is_read() -> None:
+    """A grammar is compiled before the notice of it is sent, so its message may be gone by then."""
+    watched: list[socket.socket] = []
+    turns = compiling.CompilingTurns(cast(Grammars, Compiler()), watched.append)
+    assert turns.hold(Submit([sent_spec(1, masked(StructuredOutput.regex("b")))]))
+    waiting = list(turns._compiling.values())
+    assert [one.result(TIMEOUT_S) for one in waiting]
+    assert [error for _, error in turns.take_ready()] == [None]
+    turns._notify(waiting[0])
+    assert list(turns.take_ready()) == []
+    with pytest.raises(BlockingIOError):  # else every poll of the engine's process would return at once
+        watched[0].recv(1)
+    turns.close()
 
 
 def test_a_turn_is_cancelled_while_its_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
