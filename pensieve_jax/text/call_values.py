@@ -151,7 +151,7 @@ class PythonCallEnd:
 
 
 def python_call(text: str) -> tuple[str, str] | None:
-    """Return the name of a call and its arguments as JSON; None for any other text."""
+    """Return the name of a call and its arguments as JSON, or None for other text."""
     try:
         text = _ESCAPE.sub(_python_escape, text.lstrip(SPACE + ",["))
         tree = ast.parse(text, mode="eval").body

@@ -13,8 +13,8 @@ reasoning, replaces the end of the conversation from there on.
   differently. A stop string, or white space that the template trims, is replaced.
 - A template writes the arguments of the model's own tool calls as the model spelled them, and those of a
   client's messages as transformers does. So a loop of calls and results keeps its tokens.
-- A prefill opens the reply: the template writes it as the last message of the assistant, without its end. In
-  later turns it is the beginning of that reply.
+- A prefill opens the reply: the template writes it as the last message of the assistant, without its end.
+  That reply begins with it in later turns.
 - A template that writes no beginning-of-sequence token gets none.
 - The current date counts: a template that writes it begins anew on the next day.
 - Messages that several conversations share as their beginning have a rendering of their own, without a

@@ -4,8 +4,9 @@ Owns: the sandbox with its filters, globals and blocks, and the variables of one
 Does not know: turns, replies, token ids, or which part of a rendering is new.
 
 Templates are written for transformers' `apply_chat_template`, and models are trained on what it writes. So a
-variable has the value that it has there. `tools` is None without tools, and `documents` always. `messages` is
-a list, the arguments of a tool call are an object, and a special token that the tokenizer lacks is undefined.
+variable has the value that it has there. Without tools, `tools` has the value None, and `documents` always
+has it. `messages` is a list, the arguments of a tool call are an object, and a special token that the
+tokenizer lacks is undefined.
 """
 
 from __future__ import annotations

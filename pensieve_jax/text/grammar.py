@@ -210,7 +210,7 @@ class Grammars:
         return num_words(self._vocab_size)
 
     def _mark(self, mark: str) -> str:
-        """Return a mark in Lark's notation; "" for none."""
+        """Return a mark in Lark's notation, or "" without one."""
         mark_id = self._mark_id(mark) if mark else None
         return (
             f"<[{mark_id}]>" if mark_id is not None else json.dumps(mark, ensure_ascii=False) if mark else ""

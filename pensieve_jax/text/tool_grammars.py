@@ -98,7 +98,7 @@ class _Grammar:
     def _mark(self, mark: str) -> str:
         """Return a mark as the grammar writes it: an added token by its id, or text.
 
-        To the library, added tokens such as <tool_call> are no text, even if the tokenizer says so.
+        The library takes added tokens such as <tool_call> for control tokens, even if the tokenizer does not.
         """
         token_id = self._tokenizer.added_id(mark)
         return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"

@@ -3,11 +3,11 @@
     git clone --bare https://github.com/guidance-ai/jsonschemabench bench.git
     python -m pensieve_lab.programs.check_schemas --bench=bench.git --num_schemas=1000
 
-The program draws schemas by `--seed` and asks a model for a reply with each that compiles, at temperature 1,
-in a cache so small that turns are suspended, and chunks are evicted and copied to host memory and back. A
-round has several conversations, a fork of each with another schema, and a second turn of those of the round
-before. In between, the engine is closed and opened again on the same history. Replies are checked by
-`jsonschema`, an independent validator. The exit status is 1 if a reply is invalid. Replies that the token
+The program draws schemas by `--seed` and asks a model for a reply with each that compiles, at temperature 1.
+The cache is so small that turns are suspended, and chunks are evicted and copied to host memory and back. A
+round has several conversations and a fork of each with another schema. The conversations of the round before
+get a second turn. In between, the engine is closed and opened again on the same history. `jsonschema`, an
+independent validator, checks the replies. The exit status is 1 if a reply is invalid. Replies that the token
 limit cut are counted.
 """
 

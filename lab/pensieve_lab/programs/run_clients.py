@@ -79,7 +79,7 @@ def run_all(name: str, commands: dict[str, list[str]], all_results: Sequence[Cli
 def run_client(
     command: Sequence[str], arguments: Sequence[str], recorder: Recorder, tokenizer: Path
 ) -> Iterator[Result]:
-    """Yield the result of every program of one client."""
+    """Run every program of one client, and yield its result."""
     environment = {_TOKENIZER_VARIABLE: str(tokenizer)}
     num_before = len(recorder.exchanges)
     try:

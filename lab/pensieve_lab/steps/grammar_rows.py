@@ -1,4 +1,4 @@
-"""Decoding rows of which a share is held to a JSON schema, and the tokenizer that such rows need.
+"""Decoding steps in which a share of the rows must follow a JSON schema, and the tokenizer for them.
 
 Owns: the schemas, a tokenizer learned from this checkout's own text, and timing an engine's steps.
 Does not know: how masks are made, or how figures are shown.

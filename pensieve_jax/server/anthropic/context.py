@@ -5,7 +5,7 @@ Does not know: turns, templates, or how replies are written. Called by `anthropi
 
 A system prompt is the first message. Messages of one role that follow one another are one message, as in
 Anthropic's API, since many templates want alternating roles. The texts of an assistant's blocks are joined as
-they are, because a reply that comes back in several blocks must equal the text that was sampled; all other
+they are, because a reply that comes back in several blocks must equal the text that was sampled. All other
 texts are joined by a line break.
 
 Claude Code puts a line for billing before its system prompt, with a number that differs in every request. No

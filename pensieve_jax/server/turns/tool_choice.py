@@ -5,8 +5,8 @@ Does not know: the request schema of any one format. Called by `server.openai` a
 
 | choice | effect |
 |---|---|
-| none | the tools are rendered, and the mark of calls is never sampled |
-| auto | nothing, or with strict tools: text until the mark of a call, and calls of their schemas from there |
+| none | the tools are rendered; the mark before calls is banned, if the format has one |
+| auto | without strict tools nothing; with them, calls behind text follow their schemas |
 | required, or tools by name | the reply is calls, after its reasoning; a form of its text has no effect |
 """
 

@@ -141,7 +141,7 @@ def test_tools_are_counted():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_may_have_one_call_only(stream):
-    """The engine ends it at a string of the server's, which is none of the request's stop sequences."""
+    """The engine ends it at a string that the server added to the request's stop sequences."""
     harness = harness_of()
     harness.engine.script = sampled([*f"{CALL}\n{CALL}".encode(), 257])
     choice = {"type": "auto", "disable_parallel_tool_use": True}
