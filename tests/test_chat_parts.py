@@ -81,6 +81,6 @@ def test_marks_that_the_detokenizer_loses_are_noticed(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted fault: without shown marks, the test of calls would fail."""
-    monkeypatch.setattr("pensieve_jax.engine.turn.shown_marks", lambda template: ())
+    monkeypatch.setattr("pensieve_jax.text.reply_tokens.shown_marks", lambda template: ())
     llm, params = scripted(REPLY)
     assert llm.chat(USER, params, tools=TOOLS).tool_calls == ()

@@ -19,13 +19,13 @@ class ReplyFormat:
       calls: row of `text.tool_formats` for tool calls; "" reads them as content.
       reasoning: row for reasoning; "" reads it as content.
       is_open: whether the prompt ends with the mark that begins reasoning.
-      has_one_call: whether calls after the first are dropped.
+      max_calls: number of calls behind which the reply ends; None for any number.
     """
 
     calls: str = ""
     reasoning: str = ""
     is_open: bool = False
-    has_one_call: bool = False
+    max_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

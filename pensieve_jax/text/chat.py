@@ -249,18 +249,18 @@ class ChatFormat:
             )
         self._template.check_arguments(template_input.arguments, arguments_field)
 
-    def with_calls(self, template_input: TemplateInput, *, has_one_call: bool = False) -> TemplateInput:
+    def with_calls(self, template_input: TemplateInput, *, max_calls: int | None = None) -> TemplateInput:
         """Return the input of a turn whose reply may call its tools.
 
         Without tools, or if it is not known how the model writes calls, it is returned unchanged.
 
         Args:
           template_input: what the template gets.
-          has_one_call: whether calls after the first are dropped.
+          max_calls: number of calls behind which the reply ends; None for any number.
         """
         if not template_input.tools or self.tool_format is None:
             return template_input
-        reply = replace(template_input.reply, calls=self.tool_format.name, has_one_call=has_one_call)
+        reply = replace(template_input.reply, calls=self.tool_format.name, max_calls=max_calls)
         return replace(template_input, reply=reply)
 
     def with_reasoning(self, template_input: TemplateInput, prompt_token_ids: Sequence[int]) -> TemplateInput:

@@ -183,7 +183,7 @@ def reply_parser(template: TemplateInput) -> ReplyParser:
         REASONING_FORMATS[reply.reasoning] if reply.reasoning else None,
         is_open=reply.is_open,
         schemas={tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in template.tools},
-        max_calls=1 if reply.has_one_call else None,
+        max_calls=reply.max_calls,
     )
 
 

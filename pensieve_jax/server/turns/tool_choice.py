@@ -87,7 +87,7 @@ def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: T
     """Return the input of a turn with how its calls are read; none are with the choice "none"."""
     if choice.mode == "none":
         return template_input
-    return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
+    return chat_format.with_calls(template_input, max_calls=1 if choice.has_one_call else None)
 
 
 def with_choice(
@@ -118,8 +118,6 @@ def with_choice(
             has_text=choice.mode == "auto",
         )
         return replace(params, structured=StructuredOutput.grammar(grammar))
-    if choice.has_one_call and row.call_end:
-        return replace(params, stop=(*params.stop, row.call_end[-1]))
     return params
 
 

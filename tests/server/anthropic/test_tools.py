@@ -141,7 +141,7 @@ def test_tools_are_counted():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_may_have_one_call_only(stream):
-    """The engine ends it at a string that the server added to the request's stop sequences."""
+    """The engine ends it with the call; the client's stop sequences are its own."""
     harness = harness_of()
     harness.engine.script = sampled([*f"{CALL}\n{CALL}".encode(), 257])
     choice = {"type": "auto", "disable_parallel_tool_use": True}
@@ -149,7 +149,8 @@ def test_a_reply_may_have_one_call_only(stream):
     (use,) = message["content"]
     assert (use["name"], use["input"]) == ("look_up", {"word": "chunk"})
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
-    assert harness.engine.turns[-1].output.stop_string == "</tool_call>"
+    turn = harness.engine.turns[-1]
+    assert (turn.spec.params.stop, turn.output.token_ids[-1]) == (("x",), ord("}"))
 
 
 def test_without_a_choice_of_tools_calls_are_text():
