@@ -254,3 +254,17 @@ def test_a_mark_may_be_an_added_token_that_is_not_a_control_token(name: str) -> 
     grammar = call_grammar(row, TOOLS, tokenizer)
     assert takes(tokenizer, library, grammar, WRITTEN[name])
     assert not takes(tokenizer, library, grammar, WRITTEN[name].replace("city", "town"))
+
+
+def test_an_added_token_without_brackets_is_text_to_the_library_and_to_grammars() -> None:
+    """Both go by `Tokenizer.mark_id`."""
+    row = TOOL_FORMATS["mistral"]
+    backend = byte_level_backend(("<s>", "</s>", EOS))
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]")])
+    tokenizer = Tokenizer(backend, eos_token=EOS)
+    library = llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
+    grammar = call_grammar(row, TOOLS, tokenizer, has_text=True)
+    assert json.dumps(row.start) in grammar
+    written = "I look." + WRITTEN["mistral"].replace("[ARGS]", "")
+    assert takes(tokenizer, library, grammar, written)
+    assert not takes(tokenizer, library, grammar, written.replace("city", "town"))
