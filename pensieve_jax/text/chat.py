@@ -256,7 +256,7 @@ class ChatFormat:
 
         Args:
           template_input: what the template gets.
-          max_calls: number of calls behind which the reply ends; None for any number.
+          max_calls: see `ReplyFormat`.
         """
         if not template_input.tools or self.tool_format is None:
             return template_input

@@ -215,8 +215,33 @@ def test_the_choice_of_tools_decides_the_form_of_a_reply(path: Path) -> None:
         grammar = spec.params.structured.text
         assert [name for name in NAMES if json.dumps(name) in grammar] == [n for n in NAMES if n in names]
         assert [tool["function"]["name"] for tool in spec.template_input.tools] == list(NAMES)
-    spec = params_of(path, tool_choice="none")
-    assert (spec.params.bad_words, spec.template_input.reply.calls) == (("<tool_call>",), "")
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+def test_without_a_choice_of_tools_calls_are_text(path: Path, route: str) -> None:
+    """All options of the client stay its own, and have their own limits."""
+    is_chat = route == "chat/completions"
+    fields: dict[str, Any] = (
+        {"messages": [USER], "tools": TOOLS} if is_chat else {"input": "what?", "tools": FLAT}
+    )
+    if is_chat:
+        fields["bad_words"] = [f"word {number}" for number in range(64)]
+    server = ScriptedServer(path, [ONE, "It is an animal."], HERMES)
+    answer = send(server, route, **fields, tool_choice="none")
+    if is_chat:
+        message = answer["choices"][0]["message"]
+        assert message["content"].strip().startswith('{"name": "look_up"')
+        assert (message.get("tool_calls"), answer["choices"][0]["finish_reason"]) == (None, "stop")
+        fields["messages"] = [USER, message, {"role": "user", "content": "sure?"}]
+    else:
+        assert [item["type"] for item in answer["output"]] == ["message"]
+        fields |= {"previous_response_id": answer["id"]}
+    send(server, route, **fields)
+    first, second = (turn.spec for turn in server.engine.turns)
+    assert second.node.parent_id == first.node.turn_id
+    assert len(first.params.bad_words) == 64 * is_chat
+    assert (first.template_input.reply.max_calls, second.template_input.reply.max_calls) == (0, None)
+    server.close()
 
 
 @pytest.mark.parametrize(
