@@ -89,6 +89,7 @@ class Tool(Body):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Body):

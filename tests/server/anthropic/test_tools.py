@@ -242,6 +242,27 @@ def test_a_choice_may_demand_a_call(choice, names):
         assert {name for name in ("look_up", "now") if f'"{name}"' in form.text} == names
 
 
+@pytest.mark.parametrize("choice", [None, {"type": "auto"}, {"type": "none"}])
+def test_a_strict_tool_has_the_form_of_its_schema_where_it_may_be_called(choice):
+    harness = harness_of(CALL)
+    tools = [TOOLS[0], {**TOOLS[1], "strict": True}]
+    fields = {} if choice is None else {"tool_choice": choice}
+    status, headers, _ = asyncio.run(post(harness, asking([ASK], tools=tools, **fields)))
+    assert status == 200 and "x-ignored-fields" not in headers
+    form = form_of(harness)
+    assert (form is None) == (choice == {"type": "none"})
+    assert form is None or form.text.startswith("start: TEXT (call")
+    ask(harness, asking([ASK], tools=[TOOLS[0], {**TOOLS[1], "strict": False}], **fields))
+    assert form_of(harness) is None
+
+
+def test_strict_tools_and_a_form_of_the_text_exclude_each_other():
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    tools = [{**TOOLS[0], "strict": True}]
+    status, body = ask(harness_of(), asking([ASK], tools=tools, output_config=form))
+    assert status == 400 and body["error"]["details"]["param"] == "tools"
+
+
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 
 
