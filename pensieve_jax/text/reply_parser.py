@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from pensieve_jax.text.call_arguments import without_surrogates
-from pensieve_jax.text.call_values import PythonCallEnd, argument_of, python_call
+from pensieve_jax.text.call_values import PYTHON_NAME, PythonCallEnd, argument_of, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -520,7 +520,7 @@ class ReplyParser:
 
     def _cut_python(self) -> None:
         """Pass on a call that the reply's end cuts, as far as it goes; any other text becomes content."""
-        found = re.match(r"[\s,\[]*([A-Za-z_][\w.]*)\(\s*", self._buffer)
+        found = re.match(rf"[\s,\[]*{PYTHON_NAME}\s*", self._buffer)
         if found is None or (self._schemas is not None and found[1] not in self._schemas):
             if self._raw or not self.num_calls or self._buffer.strip(SPACE + ","):
                 self._say(ContentText, self._raw + self._buffer)

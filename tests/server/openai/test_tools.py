@@ -433,3 +433,35 @@ def test_no_schema_and_no_argument_breaks_the_commit_of_a_reply(path: Path, kind
     status, items = ask(server.harness, "GET", f"/v1/conversations/{conversation}/items")
     assert status == 200 and [item["type"] for item in items["data"]] == ["function_call", "message"]
     server.close()
+
+
+def test_an_argument_that_no_call_can_name_is_refused(path: Path) -> None:
+    """On each route by its own path, and only where the tool may be called."""
+    schema = {"type": "object", "properties": {"a b": {"type": "string"}}}
+    tool = {"name": "f", "parameters": schema}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "chat/completions",
+            {"messages": [USER], "tools": [*TOOLS, {"type": "function", "function": tool}]},
+            "tools[3].function.parameters.properties",
+        ),
+        (
+            "responses",
+            {"input": "what?", "tools": [*FLAT, {"type": "function", **tool}]},
+            "tools[3].parameters.properties",
+        ),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "tools": [{"name": "f", "input_schema": schema}]},
+            "tools[0].input_schema.properties",
+        ),
+    ]
+    server = ScriptedServer(path, ["Hello."] * 6, HERMES, tool_call_parser="pythonic")
+    for route, body, param in cases:
+        status, answer = ask(server.harness, "POST", f"/v1/{route}", body)
+        error = answer["error"].get("details", answer["error"])
+        assert (status, error["param"]) == (400, param)
+        assert "'a b'" in answer["error"]["message"] and "pythonic" in answer["error"]["message"]
+        none = {"type": "none"} if route == "messages" else "none"
+        send(server, route, **body, tool_choice=none)
+    server.close()
