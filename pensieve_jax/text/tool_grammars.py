@@ -152,8 +152,9 @@ class _Grammar:
         def one(name: str, schema: Any, place: str) -> str:
             opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
             if _is_text(schema):
-                self._rules.append(f'{place}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
-                return f"{opening} {place}"
+                # The reader ends an argument at its first closing tag, wherever that stands.
+                self._rules.append(f'{place}[suffix="</parameter>"]: /(.|\\n)*/')
+                return f'{opening} {place} "\\n"'
             self._rules.append(f"{place}: {self._value(schema, function)}")
             return f'{opening} {place} "\\n</parameter>\\n"'
 

@@ -259,6 +259,26 @@ def test_a_mark_may_be_an_added_token_that_is_not_a_control_token(name: str) -> 
     assert not takes(tokenizer, library, grammar, WRITTEN[name].replace("city", "town"))
 
 
+def test_a_text_between_tags_has_no_closing_tag() -> None:
+    """The reader ends an argument at the first one."""
+    row = TOOL_FORMATS["qwen3_xml"]
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    grammar = call_grammar(row, TOOLS, tokenizer)
+    written = WRITTEN["qwen3_xml"]
+    for city, is_taken in (
+        ("a < b </parameter", True),
+        ("a </parameter> b", False),
+        ("a\n</parameter> b", False),
+    ):
+        text = written.replace("Bern", city)
+        assert takes(tokenizer, library, grammar, text) == is_taken
+        parser = ReplyParser(
+            row, schemas={tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+        )
+        first, _ = parsed_reply([*parser.feed(text), *parser.end()]).calls
+        assert (json.loads(first.arguments)["city"] == city) == is_taken
+
+
 def test_an_added_token_without_brackets_is_text_to_the_library_and_to_grammars() -> None:
     """Both go by `Tokenizer.mark_id`."""
     row = TOOL_FORMATS["mistral"]
