@@ -88,6 +88,20 @@ def test_marks_that_the_detokenizer_loses_are_noticed(
     assert llm.chat(USER, params, tools=TOOLS).tool_calls == ()
 
 
+def test_a_turn_of_one_call_ends_with_it_and_its_tokens_are_kept(scripted: Scripted) -> None:
+    """In the engine itself; the turn's last token is the call's last bracket."""
+    llm, _ = scripted(REPLY + CALL)
+    template = TemplateInput(tuple(TOOLS), reply=ReplyFormat("hermes", "think", max_calls=1))
+    spec = TurnSpec([1, 2, 3], SamplingParams(max_tokens=500), "a", template_input=template)
+    (turn,) = llm.engine.submit([spec])
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    output = turn.result()
+    assert (output.finish_reason, output.token_ids[-1]) == ("stop", ord("}"))
+    assert output.text == REPLY.removesuffix("\n</tool_call>")
+    llm.close()
+
+
 @pytest.mark.parametrize("name", ["hermes", "mistral", "pythonic"])
 def test_a_reply_without_calls_does_not_have_the_mark_before_them(
     monkeypatch: pytest.MonkeyPatch, name: str
