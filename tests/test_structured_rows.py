@@ -31,6 +31,7 @@ from pensieve_jax.core.errors import PensieveError, StepFailedError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
+from pensieve_jax.engine import late_rows
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.late_rows import LateRows
 from pensieve_jax.history.reader import HistoryReader
@@ -187,8 +188,34 @@ def test_rows_without_a_form_are_those_of_a_run_without_forms(alone, tmp_path):
         assert beside[number].text == without[number].text
 
 
+def slow_masks(engine: Engine, patch: pytest.MonkeyPatch) -> list[int]:
+    """Let a step have time for four masks; returns the numbers of waiting rows, one for each step so far."""
+    ticks, num_waiting = itertools.count(), []
+    patch.setattr(late_rows, "ROW_S", 1e9)
+    rows = engine._late_rows
+    rows.now_s = lambda: next(ticks) * 0.004  # three looks at the clock for each mask
+    words = rows.words
+
+    def counted(*step: Any) -> Any:
+        found = words(*step)
+        num_waiting.append(len(rows.waiting))
+        return found
+
+    patch.setattr(rows, "words", counted)
+    return num_waiting
+
+
+@pytest.mark.parametrize("gpu_pages", [24, 120])
+def test_rows_that_wait_for_their_masks_equal_rows_alone(alone, tmp_path, gpu_pages, monkeypatch):
+    with opened(gpu_pages, tmp_path / "turns.sqlite") as llm:
+        num_waiting = slow_masks(llm.engine, monkeypatch)
+        outputs = llm.generate(prompts(0) * 2, params_of(FORMS) * 2)
+        assert ids_of(outputs) == alone[0] * 2
+    assert sum(num_waiting) > 0
+
+
 class FailingSteps:
-    """An engine's runner, of which single calls fail: "launch", "choose" or "fetch"."""
+    """An engine's runner whose calls fail at some times: "launch", "choose" or "fetch"."""
 
     def __init__(self, engine: Engine, place: str, at: Sequence[int]) -> None:
         self._call, self._at, self._num = getattr(engine._runner, place), frozenset(at), 0
@@ -225,13 +252,16 @@ def test_rows_that_are_run_again_after_failed_steps_equal_rows_alone(alone, tmp_
         assert runner.num_failed == 4
 
 
-def test_choices_of_one_prompt_equal_rows_alone(tmp_path):
+@pytest.mark.parametrize(("num_tokens", "is_slow"), [(50, False), (50, True), (64, True), (65, True)])
+def test_choices_of_one_prompt_equal_rows_alone(tmp_path, num_tokens, is_slow, monkeypatch):
     """Each choice has a copy of the grammar and a seed of its own; they share the pages of the prompt."""
     params = [
-        SamplingParams(structured=form, temperature=1.0, seed=5 + number, max_tokens=40)
-        for number, form in enumerate(FORMS[:3] + FORMS[:1] * 2)
+        SamplingParams(
+            structured=form, temperature=1.0, seed=5 + i, max_tokens=40, frequency_penalty=0.5 * (i % 2)
+        )
+        for i, form in enumerate(FORMS[:3] + FORMS[:1] * 3)
     ]
-    prompt = list(range(40, 90))
+    prompt = list(range(40, 40 + num_tokens))
 
     def specs() -> list[TurnSpec]:
         first = new_turn_id()
@@ -245,8 +275,11 @@ def test_choices_of_one_prompt_equal_rows_alone(tmp_path):
         return [turn.result().token_ids for turn in running]
 
     with opened(24, tmp_path / "turns.sqlite") as llm:
+        expected = [replies(llm.engine, [one])[0] for one in specs()]
+        num_waiting = slow_masks(llm.engine, monkeypatch) if is_slow else [1]
         together = replies(llm.engine, specs())
-        assert together == [replies(llm.engine, [one])[0] for one in specs()]
+        assert together == expected
+    assert sum(num_waiting) > 0
     assert len(set(together)) == len(params)
 
 
