@@ -9,7 +9,7 @@ Called by `LLM`, streams and the server's engine process, always from one thread
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
@@ -54,7 +55,7 @@ from pensieve_jax.scheduler import (
     scoring_bucket,
 )
 from pensieve_jax.text import Message, Tokenizer
-from pensieve_jax.text.grammar import Grammars
+from pensieve_jax.text.grammar import Grammar, Grammars
 
 
 class _LaunchedStep(NamedTuple):
@@ -190,13 +191,17 @@ class Engine:
         self._conversations.expire_idle()
 
     @change
-    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
+    def submit(
+        self, specs: Sequence[TurnSpec], grammars: Mapping[StructuredOutput, Grammar] | None = None
+    ) -> list[Turn]:
         """Queue turns in order, after checking all of them: if one is invalid, none is queued.
+
+        `grammars` are compiled already; other forms of these turns are looked up or compiled here.
 
         The caller must keep a reference to each returned turn, because the next call cancels turns without
         one. This also cancels all turns of a call that an interrupt (Ctrl-C) ends, at any line.
         """
-        return self._submitter.submit(specs)
+        return self._submitter.submit(specs, grammars or {})
 
     @change
     def cancel(self, turn: Turn) -> None:
