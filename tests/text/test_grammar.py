@@ -371,6 +371,11 @@ def test_an_id_that_was_not_allowed_fails():
         (StructuredOutput.grammar("hello"), InvalidRequestError, "Expected ::="),
         (StructuredOutput.grammar('root ::= "a"{'), InvalidRequestError, "structured.grammar"),
         (StructuredOutput.grammar("root ::= " + "(" * 5000), GrammarTooComplexError, "nested less"),
+        (
+            StructuredOutput.grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+            GrammarTooComplexError,
+            "nested less",
+        ),
     ],
 )
 def test_wrong_forms_are_refused_without_a_tokenizer(form, kind, said):
