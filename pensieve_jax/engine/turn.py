@@ -19,6 +19,7 @@ from pensieve_jax.core.outputs import Delta, FinishReason, Output, PromptLogprob
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.prompt_rows import PromptScores
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
 from pensieve_jax.text.replies import num_reasoning_tokens
@@ -96,6 +97,20 @@ class Turn:
             return None
         (token_ids,) = deltas.token_ids
         return Delta(deltas.texts[0], (token_ids,) if isinstance(token_ids, int) else tuple(token_ids))
+
+
+def cancelled_output(spec: TurnSpec, ended_at_s: float) -> Output:
+    """Return the output of a turn that was cancelled before it was submitted to an engine."""
+    num_tokens = spec.num_new_tokens
+    return Output(
+        conversation_id=spec.conversation_id if spec.node is None else None,
+        token_ids=(),
+        text="",
+        finish_reason="cancelled",
+        usage=Usage(num_tokens, 0, 0, 0, 0, 0),
+        seed=spec.params.seed or 0,
+        ended_at_s=ended_at_s,
+    )
 
 
 class Deltas(NamedTuple):
