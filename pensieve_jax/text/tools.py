@@ -32,14 +32,17 @@ def check_tools(tools: object, field: str = "tools") -> tuple[Tool, ...]:
     if not isinstance(tools, list | tuple):
         raise InvalidRequestError(field, tools, "a list of function tools")
     checked = tuple(_check_tool(tool, f"{field}[{index}]") for index, tool in enumerate(tools))
-    known: set[str] = set()
-    for index, name in enumerate(tool_names(checked)):
-        if name in known:
-            raise InvalidRequestError(
-                f"{field}[{index}].function.name", name, "a name that no other tool has"
-            )
-        known.add(name)
+    check_distinct(checked, field, "function.name")
     return checked
+
+
+def check_distinct(tools: Sequence[Tool], field: str, name_field: str) -> None:
+    """Raise InvalidRequestError naming `field[i].name_field` for a tool with the name of an earlier one."""
+    known: set[str] = set()
+    for index, name in enumerate(tool_names(tools)):
+        if name in known:
+            raise InvalidRequestError(f"{field}[{index}].{name_field}", name, "a name that no other tool has")
+        known.add(name)
 
 
 def _check_tool(tool: object, field: str) -> Tool:

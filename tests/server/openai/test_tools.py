@@ -465,3 +465,14 @@ def test_an_argument_that_no_call_can_name_is_refused(path: Path) -> None:
         none = {"type": "none"} if route == "messages" else "none"
         send(server, route, **body, tool_choice=none)
     server.close()
+
+
+def test_two_tools_of_one_name_are_refused(path: Path) -> None:
+    server = ScriptedServer(path, ["Hello."] * 2, HERMES)
+    for route, fields, param in (
+        ("chat/completions", {"messages": [USER], "tools": [*TOOLS, TOOLS[1]]}, "tools[3].function.name"),
+        ("responses", {"input": "what?", "tools": [*FLAT, FLAT[1]]}, "tools[3].name"),
+    ):
+        status, answer = ask(server.harness, "POST", f"/v1/{route}", fields)
+        assert (status, answer["error"]["param"]) == (400, param)
+    server.close()

@@ -34,7 +34,7 @@ from pensieve_jax.server.turns.template import check_kind, template_input
 from pensieve_jax.server.turns.tool_choice import ToolChoice, tool_choice, with_calls
 from pensieve_jax.text import ChatFormat, Tool
 from pensieve_jax.text.messages import check_arguments
-from pensieve_jax.text.tools import function_tool
+from pensieve_jax.text.tools import check_distinct, function_tool
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (
@@ -124,9 +124,11 @@ class ContextFields(Body, kw_only=True):
 
     def template_input(self, chat_format: ChatFormat | None) -> TemplateInput:
         """Return what the template gets beside the messages; raise ApiError and InvalidRequestError."""
+        tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ()))
+        check_distinct(tools, "tools", "name")
         found = template_input(
             chat_format,
-            tools=tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())),
+            tools=tools,
             arguments=self.chat_template_kwargs,
             effort=self.effort,
             effort_field="reasoning.effort",
