@@ -462,12 +462,15 @@ def _behind(source: str, opening: str, mark: str, mark_id: int | None) -> str:
     With an `opening` in Lark's notation, the text begins with it, or all of this is left out.
     """
     (body,) = json.loads(source)["grammars"]
+    # An opening of text is one lexeme with the thought. Alone, it would give way to a longer lexeme of a body
+    # whose text may begin with it, and the mark could not end that.
+    token, text = ("", opening) if opening.startswith('"') else (opening, "")
     if mark_id is None:
-        reasoning = f"reasoning[suffix={json.dumps(mark, ensure_ascii=False)}]: /(.|\\n)*/"
+        reasoning = f"reasoning[suffix={json.dumps(mark, ensure_ascii=False)}]: THOUGHT"
     else:
-        reasoning = f"reasoning: thought <[{mark_id}]>\nthought: /(.|\\n)*/"
-    before = f"({opening} reasoning space)?" if opening else "reasoning space"
-    rules = f"start: {before} @body\n{reasoning}\nspace: /[ \\t\\r\\n]{{0,16}}/"
+        reasoning = f"reasoning: THOUGHT <[{mark_id}]>"
+    before = f"({token} reasoning space)?" if opening else "reasoning space"
+    rules = f"start: {before} @body\n{reasoning}\nTHOUGHT: {text} /(.|\\n)*/\nspace: /[ \\t\\r\\n]{{0,16}}/"
     return _grammars({"lark_grammar": rules}, {**body, "name": "body"})
 
 
