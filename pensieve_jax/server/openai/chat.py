@@ -69,6 +69,7 @@ class ChatCompletion:
             **{"prompt": "messages", "logprobs": "top_logprobs"},
             "structured.prefill": f"messages[{len(body.messages) - 1}].content",
             **FIELDS,
+            # Where calls are demanded, a form of the text has no effect.
             **({} if self._choice.mode == "required" else asked.fields),
         }
         self._form = asked.form

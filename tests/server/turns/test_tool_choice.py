@@ -213,6 +213,15 @@ def test_an_error_of_the_tools_beside_a_form_names_the_tools(start: Start, name:
     assert status == 400 and "tools is " in answer["error"]["message"]
 
 
+def test_an_error_of_demanded_calls_does_not_name_a_grammar_of_the_text(start: Start) -> None:
+    route, server = ROUTES["chat"], start()
+    body = route.body(form=False) | {"guided_grammar": 'start: "a"'}
+    for choice, named in ((route.choice("required"), "tools"), ({}, "guided_grammar")):
+        server.harness.engine.refuse.append(InvalidRequestError("structured.grammar", "x", "simpler"))
+        status, answer = ask(server.harness, "POST", route.path, body | choice)
+        assert (status, answer["error"]["param"]) == (400, named)
+
+
 @pytest.mark.parametrize("name", OPENAI)
 @pytest.mark.parametrize(
     ("template", "written"), [(HERMES, hermes_call), (LLAMA, llama_call), (HARMONY, harmony_call)]
