@@ -211,8 +211,9 @@ class _Grammar:
             return f'{opening} {place} "\\n</parameter>\\n"'
 
         if function["name"] in self._free:
-            self._rules.append(f'value_{number}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
-            parameters = f'("<parameter=" /[^>\\n]+/ ">\\n" value_{number})*'
+            # The reader ends an argument at its first closing tag.
+            self._rules.append(f'value_{number}[suffix="</parameter>"]: /(.|\\n)*/')
+            parameters = f'("<parameter=" /[^>\\n]+/ ">\\n" value_{number} "\\n")*'
         else:
             parameters = self._optional(function, number, one, "")
         opening = json.dumps(f"\n<function={function['name']}>\n", ensure_ascii=False)
