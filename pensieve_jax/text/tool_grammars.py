@@ -19,6 +19,8 @@ from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
 from pensieve_jax.text.tools import Tool
 
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+_MAX_MESSAGES: Final = 8
+"""Messages of gpt-oss before its last one, so that a weak model comes to that."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 """Keys of a schema that references within it name, from the schema's root."""
 
@@ -80,7 +82,8 @@ class _Grammar:
             # Text on the channel "commentary" is content, which a form has no room for.
             channels = ("analysis", "commentary") if has_text else ("analysis",)
             messages = " | ".join(map(self._message, channels))
-            start = f'(({messages}) {self._mark("<|start|>")} "assistant")* ({" | ".join(choices)})'
+            before = f'(({messages}) {self._mark("<|start|>")} "assistant"){{0,{_MAX_MESSAGES}}}'
+            start = f"{before} ({' | '.join(choices)})"
         elif has_text and self._row.start:
             start = f"TEXT ({choices[0]})?"
         else:

@@ -217,7 +217,8 @@ def test_a_form_of_gpt_oss_begins_behind_the_header_of_its_last_message(
     for before in (HEADER, THOUGHT + HEADER, THOUGHT * 2 + "<|channel|>final <|constrain|>json<|message|>"):
         assert takes(tokenizer, form, before + '{"mood": "bad"}')
         assert not takes(tokenizer, form, before + '{"mood": "fair"}')
-    for text in ('{"mood": "bad"}', WRITTEN["harmony"], THOUGHT):
+    assert takes(tokenizer, form, THOUGHT * 8 + HEADER + '{"mood": "bad"}')
+    for text in ('{"mood": "bad"}', WRITTEN["harmony"], THOUGHT, THOUGHT * 9 + HEADER + '{"mood": "bad"}'):
         assert not takes(tokenizer, form, text)
     assert num_taken(tokenizer, form, THOUGHT + "Yes") == (len(THOUGHT), False)
 
