@@ -69,7 +69,7 @@ class Route:
             tools = [{"type": "function", **function} for function in functions]
             own = {"text": {"format": {"type": "json_schema", "name": "x", "schema": MOOD}}} if form else {}
             return {"input": "so?", "tools": tools, **own}
-        tools = [{"name": function["name"], "input_schema": NUMBER} for function in functions]
+        tools = [{"name": one["name"], "input_schema": NUMBER, "strict": strict} for one in functions]
         own = {"output_config": {"format": {"type": "json_schema", "schema": MOOD}}} if form else {}
         return {"model": "fake", "max_tokens": 400, "messages": [USER], "tools": tools, **own}
 
@@ -169,7 +169,7 @@ def test_calls_beside_a_form_are_answered_as_calls(start: Start, name: str) -> N
     assert parts_of(route, send(server, route, route.body())) == ("", ["look_up"])
 
 
-@pytest.mark.parametrize("name", OPENAI)
+@pytest.mark.parametrize("name", ROUTES)
 def test_arguments_of_strict_tools_follow_their_schemas_beside_a_form(start: Start, name: str) -> None:
     route = ROUTES[name]
     server = start(ANSWER)
