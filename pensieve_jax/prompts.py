@@ -10,6 +10,7 @@ Called by `LLM` and the server.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import numpy as np
@@ -35,7 +36,7 @@ from pensieve_jax.text import (
     num_messages_held,
 )
 from pensieve_jax.text.messages import call_ids, check_results, prefill_of
-from pensieve_jax.text.reply_forms import with_placed_form
+from pensieve_jax.text.reply_forms import form_with_calls, with_placed_form
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
 type Messages = Sequence[Message]
@@ -135,6 +136,7 @@ class PromptEncoder:
         new_messages, prefill = _divided(new_messages, field, options.continue_final_message)
         if prefix is not None:
             template_input = self._template_input(options, prefix.template_input, prefill)
+            params = self._with_calls(params, template_input, options)
             return self._chat_after(prefix, new_messages, params, conversation_id, field, template_input)
         earlier, known, last_input = self._earlier_turns(conversation_id)
         num_held = num_messages_held(earlier, new_messages)
@@ -142,6 +144,7 @@ class PromptEncoder:
             _refuse_resent(field, new_messages, num_held, f"conversation {conversation_id!r}")
         check_results(new_messages, _call_ids(earlier), field)
         template_input = self._template_input(options, last_input, prefill)
+        params = self._with_calls(params, template_input, options)
         keep, token_ids = self._format().turn_prompt(
             earlier, known, new_messages, template_input=template_input
         )
@@ -295,6 +298,23 @@ class PromptEncoder:
         if template_input != NO_INPUT:
             self._format().check_input(template_input, arguments_field="chat_template_kwargs")
         return self._format().with_calls(template_input) if tools else template_input
+
+    def _with_calls(
+        self, params: SamplingParams, template_input: TemplateInput, options: ChatOptions
+    ) -> SamplingParams:
+        """Return the parameters of a turn whose reply may be calls instead of a text of its form."""
+        # The engine names parameters of another type.
+        if not isinstance(params, SamplingParams) or params.structured is None:
+            return params
+        tokenizer = self._tokenizer
+        if not template_input.reply.calls or tokenizer is None:
+            return params
+        functions = (tool.get("function", {}) for tool in options.tools or ())
+        strict = [function["name"] for function in functions if function.get("strict")]
+        form = form_with_calls(
+            params.structured, template_input.tools, template_input, tokenizer, strict=strict
+        )
+        return replace(params, structured=form)
 
     def _format(self) -> ChatFormat:
         if self._chat_format is None:

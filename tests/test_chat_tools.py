@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from pensieve_jax import LLM, SamplingParams
+from pensieve_jax import LLM, SamplingParams, StructuredOutput
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.outputs import ToolCall
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+from pensieve_jax.prompts import ChatOptions
 from pensieve_jax.text import ChatFormat, ReplyReader, Tokenizer, byte_tokenizer
 from pensieve_jax.text.replies import ReplyParts
 from tests.fake_llm import fake_llm
-from tests.text.tool_templates import TOOLS, call, result
+from tests.text.test_reply_forms import takes
+from tests.text.tool_templates import HERMES, TOOLS, call, result, written
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=0)
 # A call is written as the text of its only argument.
@@ -129,6 +131,40 @@ def test_a_prefill_begins_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     assert context_of(llm, "a").startswith(f"0<|user|>hi<|end|><|assistant|>Sure, {output.text}")
     with llm.stream_chat(messages, PARAMS, continue_final_message=True) as stream:
         list(stream)
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_a_reply_with_tools_and_a_form_is_calls_or_has_the_form(
+    monkeypatch: pytest.MonkeyPatch, has_prefix: bool, is_strict: bool
+) -> None:
+    tokenizer = Tokenizer(byte_tokenizer()._backend, eos_token="<eos>", chat_template=HERMES)
+    llm, _ = fake_llm(monkeypatch, tokenizer=tokenizer)
+    answer = StructuredOutput.choice(["yes", "no"])
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "strict": is_strict,
+                "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+            },
+        }
+    ]
+    params = SamplingParams(structured=answer)
+    system = {"role": "system", "content": "Be brief."}
+    prefix = llm.share_prefix([system], tools=tools) if has_prefix else None
+    spec = llm._prompts.chat_turn([user("hi")], params, prefix=prefix, options=ChatOptions(tools))
+    form = spec.params.structured
+    assert form is not None
+    for text in ("yes", "no", written("add", '{"a": 1}')):
+        assert takes(tokenizer, form, text)
+    assert takes(tokenizer, form, written("add", '{"b": 1}')) is not is_strict
+    for text in ("perhaps", "", "yes" + written("add", '{"a": 1}'), written("now", "{}")):
+        assert not takes(tokenizer, form, text)
+    plain = llm._prompts.chat_turn([user("hi")], params)
+    assert plain.params.structured == answer
+    assert llm._prompts.chat_turn([user("hi")], options=ChatOptions(tools)).params.structured is None
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from pensieve_jax.core.options import is_utf8
 
 MAX_GRAMMAR_BYTES: Final = 1 << 16
 MAX_MARK_CHARACTERS: Final = 64
+WHOLE: Final = "start: @form\n"
+"""The frame of a form that is the whole reply, whatever stands around texts of the model's replies."""
 KINDS: Final = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 type Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
@@ -34,6 +36,8 @@ class StructuredOutput:
       opening: the text of the mark with which the reply itself begins its reasoning; a reply that does not
         begin with it has no reasoning. "" if the reply begins within its reasoning.
       prefill: the text with which the reply begins already; the form is that of the prefill and the reply.
+      frame: a grammar in Lark's notation of the reply behind its reasoning, in which `@form` stands for this
+        form. So there may be headers around it, or calls of tools in place of it. "" for the form alone.
     """
 
     kind: Kind
@@ -41,6 +45,7 @@ class StructuredOutput:
     after: str = ""
     opening: str = ""
     prefill: str = ""
+    frame: str = ""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
@@ -71,15 +76,15 @@ class StructuredOutput:
         """Raise `InvalidRequestError` for values that no grammar library needs to see."""
         if self.kind not in KINDS:
             raise InvalidRequestError("structured.kind", self.kind, f"one of {', '.join(KINDS)}")
-        for name in ("text", "after", "opening", "prefill"):
+        for name in ("text", "after", "opening", "prefill", "frame"):
             value = getattr(self, name)
             if not isinstance(value, str) or not is_utf8(value):
                 raise InvalidRequestError(f"structured.{name}", value, "a string that UTF-8 can hold")
-        num_bytes = len(self.text.encode())
-        if num_bytes > MAX_GRAMMAR_BYTES:
-            raise InvalidRequestError(
-                f"structured.{self.kind}", f"{num_bytes} bytes", f"at most {MAX_GRAMMAR_BYTES} bytes"
-            )
+        for name, value in ((self.kind, self.text), ("frame", self.frame)):
+            num_bytes = len(value.encode())
+            if num_bytes > MAX_GRAMMAR_BYTES:
+                limit = f"at most {MAX_GRAMMAR_BYTES} bytes"
+                raise InvalidRequestError(f"structured.{name}", f"{num_bytes} bytes", limit)
         for name in ("after", "opening"):
             length = len(getattr(self, name))
             if length > MAX_MARK_CHARACTERS:

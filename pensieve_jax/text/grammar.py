@@ -131,7 +131,12 @@ class Grammars:
         found = self.kept(structured)
         if found is None:
             began_s = self.now_s()
-            found = self._compile(structured)
+            try:
+                found = self._compile(structured)
+            except InvalidRequestError:
+                if structured.frame:  # an error of the form itself names the form
+                    self._compile(StructuredOutput(structured.kind, structured.text))
+                raise
             seconds = self.now_s() - began_s
             with self._lock:
                 self._kept[structured], self._seconds[structured] = found, seconds
@@ -152,6 +157,8 @@ class Grammars:
                 "structured", structured.kind, "None for a model without an end-of-sequence id"
             )
         source = _source(structured)
+        if structured.frame:
+            source = _framed(source, structured)
         if structured.after:
             source = _behind(source, structured, self._tokenizer)
         matcher = library.LLMatcher(self._tokens, source, log_level=0)
@@ -185,9 +192,7 @@ class Grammars:
                 return
             matcher.consume_token(int(bits.argmax()))
             if "satisfy the grammar" in matcher.get_error():
-                raise UnsupportedGrammarError(
-                    f"structured.{structured.kind}", structured.text, "text that the model's tokens can spell"
-                )
+                raise UnsupportedGrammarError(*_subject(structured), "text that the model's tokens can spell")
             if matcher.is_error():
                 raise _refusal(structured, matcher.get_error())
 
@@ -377,8 +382,7 @@ def _source(structured: StructuredOutput) -> str:
             return _grammars({"lark_grammar": f"start: {choices}"})
         case "grammar":
             rules = text if _IS_LARK.search(text) else _lark_of_gbnf(structured)
-            unescaped = _ASCII_ESCAPE.sub(lambda found: chr(int(found[1], 16)), rules)
-            _check_multiples(structured, _MULTIPLE.findall(unescaped))
+            _check_multiples(structured, _multiples_of_rules(rules))
             return _grammars({"lark_grammar": rules})
 
 
@@ -417,6 +421,12 @@ def _multiples(schema: Any) -> Iterator[float | str]:
             waiting += part
 
 
+def _multiples_of_rules(rules: str) -> list[str]:
+    """Return the values of `multipleOf` in the schemas of a grammar in Lark's notation."""
+    found: list[str] = _MULTIPLE.findall(_ASCII_ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), rules))
+    return found
+
+
 def _check_multiples(structured: StructuredOutput, values: Iterable[float | str]) -> None:
     """Raise GrammarTooComplexError for values of `multipleOf` that take too many states together."""
     common = 1
@@ -433,7 +443,7 @@ def _check_multiples(structured: StructuredOutput, values: Iterable[float | str]
             common = math.lcm(common, int("".join(map(str, digits))) * 10 ** max(exponent, 0))
         if too_large or common > MAX_MULTIPLE:
             limit = f"with a common multiple of all values of multipleOf of at most {MAX_MULTIPLE}"
-            raise GrammarTooComplexError(f"structured.{structured.kind}", f"multipleOf {value}", limit)
+            raise GrammarTooComplexError(_subject(structured)[0], f"multipleOf {value}", limit)
 
 
 def _without_slash(found: re.Match[str]) -> str:
@@ -442,6 +452,13 @@ def _without_slash(found: re.Match[str]) -> str:
 
 def _grammars(*parts: dict[str, Any]) -> str:
     return json.dumps({"grammars": parts}, ensure_ascii=False)
+
+
+def _framed(source: str, structured: StructuredOutput) -> str:
+    """Return the grammar of a form's frame, with the form in it."""
+    (form,) = json.loads(source)["grammars"]
+    _check_multiples(structured, _multiples_of_rules(structured.frame))
+    return _grammars({"lark_grammar": structured.frame}, {**form, "name": "form"})
 
 
 def mark_in_lark(tokenizer: Tokenizer, mark: str) -> str:
@@ -455,22 +472,32 @@ def _behind(source: str, structured: StructuredOutput, tokenizer: Tokenizer) -> 
 
     With an `opening`, the text begins with it, or all of this is left out.
     """
-    (body,) = json.loads(source)["grammars"]
+    body, *others = json.loads(source)["grammars"]
     mark = mark_in_lark(tokenizer, structured.after)
-    if tokenizer.mark_id(structured.after) is None:
-        reasoning = f"reasoning[suffix={mark}]: /(.|\\n)*/"
-    else:
-        reasoning = f"reasoning: thought {mark}\nthought: /(.|\\n)*/"
     opening = structured.opening and mark_in_lark(tokenizer, structured.opening)
-    before = f"({opening} reasoning space)?" if opening else "reasoning space"
-    rules = f"start: {before} @body\n{reasoning}\nspace: /[ \\t\\r\\n]{{0,16}}/"
-    return _grammars({"lark_grammar": rules}, {**body, "name": "body"})
+    # An opening of text is one lexeme with the thought. Alone, it would give way to a longer lexeme of a body
+    # whose text may begin with it, and the mark could not end that.
+    token, text = ("", opening) if opening.startswith('"') else (opening, "")
+    if tokenizer.mark_id(structured.after) is None:
+        reasoning = f"reasoning[suffix={mark}]: THOUGHT"
+    else:
+        reasoning = f"reasoning: THOUGHT {mark}"
+    before = f"({token} reasoning space)?" if opening else "reasoning space"
+    rules = f"start: {before} @body\n{reasoning}\nTHOUGHT: {text} /(.|\\n)*/\nspace: /[ \\t\\r\\n]{{0,16}}/"
+    return _grammars({"lark_grammar": rules}, {**body, "name": "body"}, *others)
+
+
+def _subject(structured: StructuredOutput) -> tuple[str, str]:
+    """Return the field that an error is about, and its value: a frame, if there is one, or the form."""
+    if structured.frame:
+        return "structured.frame", structured.frame
+    return f"structured.{structured.kind}", structured.text
 
 
 def _refusal(structured: StructuredOutput, message: str) -> InvalidRequestError:
     """Return the error for a message of the library."""
     short, lowered = _shortened(message), message.lower()
-    field, value = f"structured.{structured.kind}", structured.text
+    field, value = _subject(structured)
     if any(words in lowered for words in _UNSUPPORTED):
         return UnsupportedGrammarError(field, value, f"within what the grammar library holds ({short})")
     if any(words in lowered for words in _TOO_COMPLEX):

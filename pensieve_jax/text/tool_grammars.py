@@ -10,15 +10,17 @@ schemas of arguments stand in the grammar as they are, so what the library does 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from pensieve_jax.text.grammar import mark_in_lark, schema_for_library
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import ToolFormat
+from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
 from pensieve_jax.text.tools import Tool
 
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+_MAX_MESSAGES: Final = 8
+"""Messages of gpt-oss before its last one, so that a weak model comes to that."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 """Keys of a schema that references within it name, from the schema's root."""
 
@@ -30,6 +32,8 @@ def call_grammar(
     *,
     has_one_call: bool = False,
     has_text: bool = False,
+    has_form: bool = False,
+    free: Collection[str] = (),
 ) -> str:
     """Return the grammar of a reply that calls these tools.
 
@@ -38,24 +42,72 @@ def call_grammar(
       tools: the tools that may be called, at least one.
       tokenizer: the model's tokenizer.
       has_one_call: whether the reply ends behind its first call.
-      has_text: whether text may stand before the calls, or be all of the reply. Only formats with a mark
-        before calls have such grammars.
+      has_text: whether text may stand before the calls, or be all of the reply. Where calls have no mark, it
+        is one or the other, and text does not begin as calls do.
+      has_form: whether the reply may be a text of `@form` in place of the calls; see
+        `StructuredOutput.frame`.
+      free: names of tools whose arguments need not follow their schemas.
     """
-    grammar = _Grammar(row, tools, tokenizer)
-    return grammar.text(has_one_call=has_one_call, has_text=has_text)
+    grammar = _Grammar(row, tools, tokenizer, free)
+    return grammar.text(has_one_call=has_one_call, has_text=has_text, has_form=has_form)
+
+
+def final_message(tokenizer: Tokenizer) -> str:
+    """Return the frame of a form that is the last message of a reply of gpt-oss, behind its reasoning."""
+    grammar = _Grammar(TOOL_FORMATS["harmony"], (), tokenizer, ())
+    return grammar.text(has_one_call=False, has_text=False, has_form=True)
 
 
 class _Grammar:
     """The rules of one grammar."""
 
-    def __init__(self, row: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, row: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer, free: Collection[str]
+    ) -> None:
         self._row = row
         self._tools = [tool["function"] for tool in tools]
         self._tokenizer = tokenizer
+        self._free = frozenset(free)
         self._rules: list[str] = []
 
-    def text(self, *, has_one_call: bool, has_text: bool) -> str:
+    def text(self, *, has_one_call: bool, has_text: bool, has_form: bool) -> str:
         """Return the grammar's text."""
+        assert not (has_text and has_form), "the form is that of the text"
+        choices = [self._calls(has_one_call)] if self._tools else []
+        if has_form:
+            choices.append(f"{self._header()} @form" if self._row.body == "channels" else "@form")
+        if has_text:
+            choices.append(self._text())
+        if self._row.body == "channels":
+            # Text on the channel "commentary" is content, which a form has no room for.
+            channels = ("analysis", "commentary") if has_text else ("analysis",)
+            messages = " | ".join(map(self._message, channels))
+            before = f'(({messages}) {self._mark("<|start|>")} "assistant"){{0,{_MAX_MESSAGES}}}'
+            start = f"{before} ({' | '.join(choices)})"
+        elif has_text and self._row.start:
+            start = f"TEXT ({choices[0]})?"
+        else:
+            start = " | ".join(choices)
+        return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _text(self) -> str:
+        """Return the rule of a reply without calls, and define the text before calls with a mark."""
+        row = self._row
+        if row.body == "channels":
+            self._rules.append("TEXT: /(.|\\n)*/")
+            return f"{self._header()} TEXT"
+        if row.start:
+            has_token = self._tokenizer.mark_id(row.start) is not None
+            self._rules.append("TEXT: /(.|\\n)*/" if has_token else "TEXT: /[^<\\[]*/")
+        else:
+            opening = "\\[" if row.body == "python" else "{"
+            has_token = self._tokenizer.mark_id(row.optional_start) is not None
+            first = opening if has_token else opening + row.optional_start[0]
+            self._rules.append(f"TEXT: /[ \\t\\r\\n]*([^ \\t\\r\\n{first}](.|\\n)*)?/")
+        return "TEXT"
+
+    def _calls(self, has_one_call: bool) -> str:
+        """Return the rule of one or more calls."""
         row = self._row
         one = {
             "object": self._object_call,
@@ -70,15 +122,7 @@ class _Grammar:
         self._rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(self._tools))))
         before, between, after = self._around()
         rest = "" if has_one_call or row.body == "channels" else f" ({between} call)*"
-        calls = " ".join(part for part in (before, "call" + rest, after) if part)
-        start = f"start: {calls}"
-        if has_text:
-            assert row.start, "calls without a mark cannot follow text"
-            self._rules.append(
-                "TEXT: /(.|\\n)*/" if self._tokenizer.mark_id(row.start) is not None else "TEXT: /[^<\\[]*/"
-            )
-            start = f"start: TEXT ({calls})?"
-        return "\n".join([start, *self._rules]) + "\n"
+        return " ".join(part for part in (before, "call" + rest, after) if part)
 
     def _around(self) -> tuple[str, str, str]:
         """Return what stands before, between and after the calls of a reply."""
@@ -105,17 +149,22 @@ class _Grammar:
     def _value(self, schema: Any, function: Mapping[str, Any]) -> str:
         """Return the rule of one argument, whose schema may refer to the function's definitions."""
         own = schema if isinstance(schema, Mapping) else {}
-        return self._json({**_definitions(function), **own})
+        return self._json({**_definitions(_schema(function)), **own})
+
+    def _schema(self, function: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the schema that the arguments of a function have to follow."""
+        return _ANY_OBJECT if function["name"] in self._free else _schema(function)
 
     def _object(self, function: Mapping[str, Any], number: int) -> str:
         key = "parameters" if self._row.name == "llama3_json" else "arguments"
+        schema = self._schema(function)
         return self._json(
             {
                 "type": "object",
-                "properties": {"name": {"const": function["name"]}, key: _schema(function)},
+                "properties": {"name": {"const": function["name"]}, key: schema},
                 "required": ["name", key],
                 "additionalProperties": False,
-                **_definitions(function),
+                **_definitions(schema),
             }
         )
 
@@ -127,7 +176,7 @@ class _Grammar:
         return f'{self._mark(self._row.start)} "\\n" object_{number} "\\n" {self._mark(end)}'
 
     def _arguments(self, function: Mapping[str, Any], number: int) -> str:
-        self._rules.append(f"arguments_{number}: {self._json(_schema(function))}")
+        self._rules.append(f"arguments_{number}: {self._json(self._schema(function))}")
         return f"arguments_{number}"
 
     def _named_call(self, function: Mapping[str, Any], number: int) -> str:
@@ -158,7 +207,12 @@ class _Grammar:
             self._rules.append(f"{place}: {self._value(schema, function)}")
             return f'{opening} {place} "\\n</parameter>\\n"'
 
-        parameters = self._optional(function, number, one, "")
+        if function["name"] in self._free:
+            # The reader ends an argument at its first closing tag.
+            self._rules.append(f'value_{number}[suffix="</parameter>"]: /(.|\\n)*/')
+            parameters = f'("<parameter=" /[^>\\n]+/ ">\\n" value_{number} "\\n")*'
+        else:
+            parameters = self._optional(function, number, one, "")
         opening = json.dumps(f"\n<function={function['name']}>\n", ensure_ascii=False)
         start, (end,) = self._mark(self._row.start), map(self._mark, self._row.call_end)
         return f'{start} {opening} {parameters} "</function>\\n" {end}'
@@ -168,23 +222,33 @@ class _Grammar:
             self._rules.append(f"{place}: {self._value(schema, function)}")
             return f"{json.dumps(name + '=')} {place}"
 
-        parameters = self._optional(function, number, one, '", "')
+        if function["name"] in self._free:
+            self._rules.append(f"value_{number}: {self._json({})}")
+            argument = f'/[A-Za-z_][A-Za-z0-9_]*/ "=" value_{number}'
+            parameters = f'({argument} (", " {argument})*)?'
+        else:
+            parameters = self._optional(function, number, one, '", "')
         return f'{json.dumps(function["name"] + "(")} {parameters} ")"'
 
     def _channel_call(self, function: Mapping[str, Any], number: int) -> str:
-        marks = {mark: self._mark(mark) for mark in self._row.marks}
-        thought = (
-            f'({marks["<|channel|>"]} "analysis" {marks["<|message|>"]} THOUGHT {marks["<|end|>"]} '
-            f'{marks["<|start|>"]} "assistant")?'
-        )
-        if not any(rule.startswith("THOUGHT") for rule in self._rules):
-            self._rules.append("THOUGHT: /(.|\\n)*/")
-            self._rules.append(f"thought: {thought}")
         recipient = json.dumps(f"commentary to=functions.{function['name']} ")
         return (
-            f'thought {marks["<|channel|>"]} {recipient} {marks["<|constrain|>"]} "json" '
-            f"{marks['<|message|>']} {self._arguments(function, number)}"
+            f'{self._mark("<|channel|>")} {recipient} {self._mark("<|constrain|>")} "json" '
+            f"{self._mark('<|message|>')} {self._arguments(function, number)}"
         )
+
+    def _message(self, channel: str) -> str:
+        """Return the rule of a whole message of any text on a channel."""
+        end = self._tokenizer.mark_id("<|end|>")
+        suffix = "" if end is not None else '[suffix="<|end|>"]'
+        self._rules.append(f"{channel}{suffix}: /(.|\\n)*/")
+        header = f'{self._mark("<|channel|>")} "{channel}" {self._mark("<|message|>")}'
+        return f"{header} {channel}" + ("" if suffix else f" <[{end}]>")
+
+    def _header(self) -> str:
+        """Return the rule of the header of the message for the user."""
+        kind = f'(/ ?/ {self._mark("<|constrain|>")} "json")?'
+        return f'{self._mark("<|channel|>")} "final" {kind} {self._mark("<|message|>")}'
 
     def _optional(
         self,
@@ -223,9 +287,8 @@ def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if "type" in schema else {**schema, "type": "object"}
 
 
-def _definitions(function: Mapping[str, Any]) -> dict[str, Any]:
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the definitions of a function's schema, as they have to stand at the root of each part of it."""
-    schema = _schema(function)
     return {key: schema[key] for key in _DEFINITIONS if key in schema}
 
 

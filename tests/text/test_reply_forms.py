@@ -40,11 +40,18 @@ def placed(kind: str, prompt: str, template: TemplateInput) -> StructuredOutput:
     return placed_form(ANSWER, template, tokenizer.encode(prompt, add_bos=False), tokenizer)
 
 
+@functools.cache
+def grammars_of(tokenizer: Tokenizer) -> Grammars:
+    """Return the grammars of a model whose replies end with the tokenizer's own end."""
+    assert tokenizer.eos_id is not None
+    return Grammars(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+
+
 def num_taken(tokenizer: Tokenizer, form: StructuredOutput, text: str) -> tuple[int, bool]:
     """Return how many characters of a reply a form takes, and whether the reply may end there."""
     eos_id = tokenizer.eos_id
     assert eos_id is not None
-    row = Grammars(tokenizer, tokenizer.vocab_size, (eos_id,)).compile(form).row((eos_id,), 0)
+    row = grammars_of(tokenizer).compile(form).row((eos_id,), 0)
     words = np.empty(-(-tokenizer.vocab_size // 32), np.int32)
     token_ids = tokenizer.encode(text, add_bos=False)
     for number, token_id in enumerate((*token_ids, eos_id)):
@@ -120,6 +127,28 @@ def test_text_before_calls_may_follow_reasoning(kind):
     for text in ("I look.", "I look.\n" + WRITTEN["hermes"]):
         assert takes(tokenizer, form, text) and takes(tokenizer, form, f"<think>hm</think>\n\n{text}")
     assert not takes(tokenizer, form, "<think>hm</think>I look.<tool_call>\nNo.")
+
+
+def test_reasoning_that_opens_with_text_may_precede_text() -> None:
+    """Some models end it with a control token, but begin it with ordinary ones."""
+    row = TOOL_FORMATS["hermes"]
+    tokenizer = tokenizer_of("control", (*row.marks, THINK.end))
+    calls = StructuredOutput.grammar(call_grammar(row, TOOLS, tokenizer, has_text=True))
+    form = placed_form(calls, TemplateInput(reply=THINKS), tokenizer.encode(FREE, add_bos=False), tokenizer)
+    for text in ("I look.", "a <think", "I look.\n" + WRITTEN["hermes"]):
+        assert takes(tokenizer, form, text) and takes(tokenizer, form, f"<think>hm <b></think>\n\n{text}")
+    wrong = WRITTEN["hermes"].replace("city", "town")
+    for text in ("hm</think>", f"<think>hm</think>{wrong}", "<think>a</think>b</think>"):
+        assert not takes(tokenizer, form, text)
+
+
+@pytest.mark.parametrize("marks", [(), (THINK.end,), THINK.marks])
+def test_reasoning_may_precede_a_form_that_could_begin_like_it(marks: tuple[str, ...]) -> None:
+    tokenizer = tokenizer_of("control", marks)
+    form = placed_form(StructuredOutput.regex("[^x]*"), TemplateInput(reply=THINKS), [], tokenizer)
+    for text in ("yes", "<think>x</think>\na", "<think>a x</think>a"):
+        assert takes(tokenizer, form, text), text
+    assert not takes(tokenizer, form, "<think>a</think>x")
 
 
 @pytest.mark.parametrize("kind", KINDS)

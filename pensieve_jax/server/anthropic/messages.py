@@ -151,7 +151,7 @@ class NewMessage(MessageContext):
         self._wait = call.unless_gone
         self._request_id = call.notes.request_id
         self._form = asked.form
-        self._form_fields = asked.fields or FIELDS
+        self._form_fields = {**FIELDS, **asked.fields}
         self._owner = call.owner
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 

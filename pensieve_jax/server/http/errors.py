@@ -231,7 +231,6 @@ def _too_long(num_tokens: int | str, token_limit: int) -> str:
 
 
 def _as_clients_say(field: str, fields: Mapping[str, str]) -> str:
-    for engines, clients in fields.items():
-        if field == engines or field.startswith((f"{engines}[", f"{engines}.")):
-            return clients + field[len(engines) :]
-    return field
+    matching = [name for name in fields if field == name or field.startswith((f"{name}[", f"{name}."))]
+    longest = max(matching, key=len, default="")
+    return fields[longest] + field[len(longest) :] if longest else field

@@ -64,10 +64,13 @@ class ChatCompletion:
 
     def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
+        self._choice = body.choice()
         self.fields: Final = {
             **{"prompt": "messages", "logprobs": "top_logprobs"},
             "structured.prefill": f"messages[{len(body.messages) - 1}].content",
-            **(asked.fields or FIELDS),
+            **FIELDS,
+            # Where calls are demanded, a form of the text has no effect.
+            **({} if self._choice.mode == "required" else asked.fields),
         }
         self._form = asked.form
         self._services = call.services
@@ -78,7 +81,6 @@ class ChatCompletion:
         )
         if ignores_effort(call.services.chat_format, body.reasoning_effort):
             call.notes.ignored_fields += ("reasoning_effort",)
-        self._choice = body.choice()
         if call.services.chat_format is not None:
             template_input = with_calls(template_input, call.services.chat_format, self._choice)
         self._turns = MessageTurns(

@@ -6,26 +6,27 @@ Does not know: the request schema of any one format. Called by `server.openai` a
 | choice | effect |
 |---|---|
 | none | the tools are rendered; a reply is text, and has no mark before calls if that is one token |
-| auto | without strict tools nothing; with them, calls behind text follow their schemas |
+| auto | nothing, or with a form, strict tools or allowed ones: the reply is calls of these tools, or text |
 | required, or tools by name | the reply is calls, after its reasoning; a form of its text has no effect |
+
+Under auto, arguments of strict tools follow their schemas. Text has the form that the request asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.text import ChatFormat
-from pensieve_jax.text.tool_grammars import call_grammar
-from pensieve_jax.text.tools import Tool
+from pensieve_jax.text.reply_forms import form_of_calls, form_with_calls
+from pensieve_jax.text.tools import tool_names
 
-FIELDS: Final = {"structured": "tools", "structured.grammar": "tools"}
-"""Names of fields by the engine's names, where calls are the form of a reply."""
+FIELDS: Final = {"structured": "tools", "structured.grammar": "tools", "structured.frame": "tools"}
+"""Names of fields by the engine's names, where calls are the form of a reply, or beside it."""
 _MODES: Final = ("none", "auto", "required")
 
 
@@ -98,7 +99,6 @@ def with_choice(
     """
     if chat_format is None or chat_format.tool_format is None or not template_input.tools:
         return params
-    row = chat_format.tool_format
     if choice.mode == "none":
         return params
     tools = [
@@ -106,22 +106,22 @@ def with_choice(
         for tool in template_input.tools
         if choice.names is None or tool["function"]["name"] in choice.names
     ]
-    if choice.mode == "required" or _is_strict(choice, tools, has_mark=bool(row.start)):
-        if params.structured is not None and choice.mode == "auto":
-            raise invalid_value("tools", "tools are strict, and the text must have a form; give only one.")
-        grammar = call_grammar(
-            row,
+    tokenizer, has_one_call = chat_format.tokenizer, choice.has_one_call
+    if choice.mode == "required":
+        form = form_of_calls(tools, template_input, tokenizer, has_one_call=has_one_call)
+        return replace(params, structured=form)
+    is_narrowed = len(tools) < len(template_input.tools)
+    if params.structured is not None or is_narrowed or not choice.strict.isdisjoint(tool_names(tools)):
+        form_or_calls = form_with_calls(
+            params.structured,
             tools,
-            chat_format.tokenizer,
-            has_one_call=choice.has_one_call,
-            has_text=choice.mode == "auto",
+            template_input,
+            tokenizer,
+            strict=choice.strict,
+            has_one_call=has_one_call,
         )
-        return replace(params, structured=StructuredOutput.grammar(grammar))
+        return replace(params, structured=form_or_calls)
     return params
-
-
-def _is_strict(choice: ToolChoice, tools: Sequence[Tool], *, has_mark: bool) -> bool:
-    return has_mark and any(tool["function"]["name"] in choice.strict for tool in tools)
 
 
 def checked_choice(choice: ToolChoice, names: Collection[str], field: str) -> ToolChoice:

@@ -256,13 +256,6 @@ def test_a_strict_tool_has_the_form_of_its_schema_where_it_may_be_called(choice)
     assert form_of(harness) is None
 
 
-def test_strict_tools_and_a_form_of_the_text_exclude_each_other():
-    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    tools = [{**TOOLS[0], "strict": True}]
-    status, body = ask(harness_of(), asking([ASK], tools=tools, output_config=form))
-    assert status == 400 and body["error"]["details"]["param"] == "tools"
-
-
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 
 

@@ -66,8 +66,7 @@ def is_taken(server: ScriptedServer, form: StructuredOutput, text: str) -> bool:
     return takes(server.harness.services.tokenizer, form, text)
 
 
-# The mark "<think>" is text to this model, so where text is the form it is text of the reply.
-@pytest.mark.parametrize(("asked", "fields", "reply"), [*ASKED[:4], *ASKED[5:]])
+@pytest.mark.parametrize(("asked", "fields", "reply"), ASKED)
 def test_a_reply_may_think_first_or_answer_at_once(servers, asked, fields, reply):
     server = servers(reply)
     form = form_of(server, asked, fields)

@@ -366,14 +366,6 @@ def test_strict_tools_have_a_form_from_their_mark_on(path: Path) -> None:
             "invalid_value",
             "tool_choice.function.name",
         ),
-        (
-            {
-                "tools": [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}],
-                "response_format": {"type": "json_object"},
-            },
-            "invalid_value",
-            "tools",
-        ),
     ],
 )
 def test_a_choice_that_cannot_be_is_named(path: Path, fields: Any, code: str, param: str) -> None:

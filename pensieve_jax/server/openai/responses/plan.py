@@ -35,6 +35,7 @@ ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "structured.json_schema": "text.format.schema",
     "structured": "text.format",
     "structured.grammar": "tools",
+    "structured.frame": "tools",
 }
 """This API's names of fields by the engine's names."""
 

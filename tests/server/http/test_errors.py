@@ -1,0 +1,32 @@
+"""Errors name fields as the client does."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.server.http.errors import as_api_error
+from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
+from pensieve_jax.server.turns.tool_choice import FIELDS
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ("structured.grammar", "tools"),
+        ("structured.grammar[0]", "tools[0]"),
+        ("structured.kind", "text.format.kind"),
+        ("other", "other"),
+    ],
+)
+def test_the_most_exact_name_of_a_field_decides(field: str, expected: str) -> None:
+    """Names may begin with others: the form of a reply, and one kind of it."""
+    names = {"structured": "text.format", "structured.grammar": "tools", "structured.gram": "x"}
+    error = as_api_error(InvalidRequestError(field, "x", "simpler"), names)
+    assert error.param == expected and error.message.startswith(f"{expected} is 'x'")
+
+
+@pytest.mark.parametrize("names", [FIELDS, ENGINE_FIELDS])
+def test_an_error_of_the_grammar_of_calls_names_the_tools(names: dict[str, str]) -> None:
+    error = as_api_error(InvalidRequestError("structured.grammar", "x", "simpler"), names)
+    assert error.param == "tools"
