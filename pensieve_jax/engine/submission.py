@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
@@ -30,6 +29,7 @@ from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.grammar import Grammar, Grammars
+from pensieve_jax.text.replies import banned_ids
 
 type _Choice = tuple[str, str | None, tuple[int, ...], int | None, int]
 
@@ -60,7 +60,7 @@ class TurnSubmitter:
         Raises the errors of `check_turns`, `option_rows` and `Grammars.compile`, and HistoryError.
         """
         places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
-        rows = [self._late_row(spec.params, compiled) for spec in specs]
+        rows = [self._late_row(spec, compiled) for spec in specs]
         turns: list[Turn] = []
         try:
             for (spec, placed), row in zip(self._placer.each(specs, places), rows, strict=True):
@@ -71,13 +71,12 @@ class TurnSubmitter:
             raise
         return turns
 
-    def _late_row(
-        self, params: SamplingParams, compiled: Mapping[StructuredOutput, Grammar]
-    ) -> LateRow | None:
+    def _late_row(self, spec: TurnSpec, compiled: Mapping[StructuredOutput, Grammar]) -> LateRow | None:
         """Return the masks of a new turn, or None."""
-        limits = self._limits
+        params, limits, tokenizer = spec.params, self._limits, self._tokenizer
         ending_ids = params.ending_ids(limits.eos_token_ids)
-        rows = option_rows(params, self._tokenizer, limits.vocab_size, ending_ids)
+        banned = banned_ids(spec.template_input, tokenizer)
+        rows = option_rows(params, tokenizer, limits.vocab_size, ending_ids, banned)
         if params.structured is not None and self._grammars is not None:
             grammar = compiled.get(params.structured) or self._grammars.compile(params.structured)
             rows.append(grammar.row(ending_ids, params.min_tokens))

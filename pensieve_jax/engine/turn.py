@@ -22,7 +22,7 @@ from pensieve_jax.decoding.prompt_rows import PromptScores
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
-from pensieve_jax.text.replies import num_reasoning_tokens, shown_marks
+from pensieve_jax.text.replies import num_reasoning_tokens
 
 
 class Turn:
@@ -172,9 +172,7 @@ class ReplyState(ReplyTokens):
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
-        super().__init__(
-            request.params, request.ending_ids, num_tokens, tokenizer, shown_marks(template_input)
-        )
+        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer, template_input)
         self.request = request
         self.messages = messages
         self.node = node
