@@ -106,7 +106,7 @@ class RoutedEngine:
 
     @property
     def last_stats(self) -> Mapping[str, Any]:
-        """Sums of the counters of all replicas, and each replica's counters under "replicas"."""
+        """Sums of the counters of all replicas, and each replica's state and counters under "replicas"."""
         return {**summed([report.stats for report in self._reports]), **self._own_stats()}
 
     def submit(self, spec: TurnSpec) -> RoutedTurn:
@@ -194,7 +194,7 @@ class RoutedEngine:
 
     def _own_stats(self) -> dict[str, Any]:
         """Return the counters that only the front end of several replicas has."""
-        by_replica = {report.replica: report.stats for report in self._reports}
+        by_replica = {report.replica: {"state": report.state, **report.stats} for report in self._reports}
         return {"num_turns_run_again": self.num_run_again, BY_REPLICA: by_replica}
 
     def _start(self, submission: RetryingSubmission) -> None:

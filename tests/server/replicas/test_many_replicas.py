@@ -42,6 +42,7 @@ NUM_TOKENS = (6, 6, 24, 6, 6, 12)  # of each turn; while replicas die or leave, 
 NUM_CLIENTS = 12
 NUM_CONVERSATIONS = enough(40, 200)
 LONG = 300
+LONGER = 1500  # what an engine does not end before the client of the first token has killed it
 REPLICA, FRONT = (f"ray::ServeReplica:pensieve:{name}" for name in ("EngineReplica", "Front"))
 
 
@@ -117,17 +118,23 @@ class Cluster:
         self._app["deployments"] = [{"name": "EngineReplica", "num_replicas": replicas}]
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(self._file))
         wait_until(lambda: serve.status().applications["pensieve"].status == "RUNNING")
-        wait_until(lambda: len(self.stats()["replicas"]) == replicas)
+        self.wait_until_ready(replicas)
 
     def stats(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/pensieve/stats", timeout=30) as answer:
             return json.load(answer)
 
-    def is_up(self) -> bool:
-        try:
-            return bool(self.stats())
-        except OSError:  # Serve's answer without a running front end, or no answer
-            return False
+    def wait_until_ready(self, replicas: int = 2) -> None:
+        """Return once exactly `replicas` replicas accept turns, as the front end knows."""
+
+        def is_ready() -> bool:
+            try:
+                found = self.stats()["replicas"].values()
+            except OSError:  # Serve's answer without a running front end, or that of no running engine
+                return False
+            return [one["state"] for one in found] == ["ready"] * replicas
+
+        wait_until(is_ready)
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(
@@ -325,11 +332,11 @@ def fingerprint_of(history: str) -> str:
         return value
 
 
-def long_reply(client: openai.OpenAI, **options: Any) -> Any:
+def long_reply(client: openai.OpenAI, num_tokens: int = LONG, **options: Any) -> Any:
     """Return a stored reply that takes a while."""
-    extra = {"min_tokens": LONG, "store": True}
+    extra = {"min_tokens": num_tokens, "store": True}
     return client.completions.create(
-        model=MODEL, prompt="Tell me all.", max_tokens=LONG, seed=5, extra_body=extra, **options
+        model=MODEL, prompt="Tell me all.", max_tokens=num_tokens, seed=5, extra_body=extra, **options
     )
 
 
@@ -343,29 +350,34 @@ def test_a_client_that_leaves_ends_its_turn(cluster):
 
 
 def test_a_reply_goes_on_when_its_engine_dies_and_the_replica_starts_another(cluster):
+    """Both engines are killed. A reply that had ended would be read from the history instead of run again."""
+    cluster.wait_until_ready()
+    engines = [one for replica in pids_of(REPLICA) for one in children_of(replica)]
+    assert len(engines) == 2
     with cluster.client() as client:
-        undisturbed = long_reply(client).choices[0].text
+        undisturbed = long_reply(client, LONGER).choices[0].text
         again = cluster.stats()["num_turns_run_again"]
         texts: list[str] = []
-        for chunk in long_reply(client, stream=True):
+        for chunk in long_reply(client, LONGER, stream=True):
             if not texts:
-                engines = [one for replica in pids_of(REPLICA) for one in children_of(replica)]
-                assert len(engines) == 2
                 for one in engines:
                     os.kill(one, signal.SIGKILL)
             texts += [choice.text for choice in chunk.choices]
     assert "".join(texts) == undisturbed
+    cluster.wait_until_ready()
     assert cluster.stats()["num_turns_run_again"] == again + 1
 
 
 def test_a_background_response_survives_the_front_end(cluster):
+    cluster.wait_until_ready()
     with cluster.client() as client:
         queued = client.responses.create(
             input="Tell me all.", background=True, max_output_tokens=LONG, extra_body={"seed": 5}
         )
         (front,) = pids_of(FRONT)
         os.kill(front, signal.SIGKILL)
-        wait_until(lambda: pids_of(FRONT) not in ([], [front]) and cluster.is_up())
+        wait_until(lambda: pids_of(FRONT) not in ([], [front]))
+        cluster.wait_until_ready()
         wait_until(lambda: client.responses.retrieve(queued.id).status in ("completed", "incomplete"))
 
 

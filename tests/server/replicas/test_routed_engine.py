@@ -592,7 +592,7 @@ def test_calls_go_to_all_replicas_and_their_answers_are_merged():
                 "explain_turn": {"chunks": [{"start": 0, "end": number, "tier": "gpu", "drop": None}]},
             }
         await engine.refresh()
-        by_replica = {name: one.last_stats for name, one in replicas.engines.items()}
+        by_replica = {name: {"state": "ready", **one.last_stats} for name, one in replicas.engines.items()}
         own = {"num_turns_run_again": 0, "replicas": by_replica}
         assert await engine.call("stats") == {"num_steps": 3, "seconds": 1.0, **own}
         assert await engine.call("distributions") == {"commit_s": ([2, 3], 4.0)}
@@ -610,6 +610,35 @@ def test_calls_go_to_all_replicas_and_their_answers_are_merged():
         replicas.engines["r1"].answers["end"] = None
         await engine.call("end", "mine")
         assert replicas.engines["r1"].calls[-1] == ("end", ("mine",))
+
+    run(test)
+
+
+def test_counters_are_those_of_the_replicas_that_are_ready():
+    """A page that shows them must not fail because one of two replicas starts its engine again."""
+
+    async def test():
+        replicas = FakeReplicas(2)
+        engine = await routed(replicas)
+        starting, other = replicas.engines.values()
+        starting.state = "starting"
+        starting.last_stats, other.last_stats = {"num_steps": 5}, {"num_steps": 3}
+        other.answers["stats"] = {"num_steps": 3}
+
+        async def refuse(*_):
+            raise EngineClosedError("starting")
+
+        starting.call = refuse
+        await engine.refresh()
+        found = await engine.call("stats")
+        assert found["num_steps"] == 3
+        assert {name: one["state"] for name, one in found["replicas"].items()} == {
+            "r0": "starting",
+            "r1": "ready",
+        }
+        other.call = refuse
+        with pytest.raises(EngineClosedError):
+            await engine.call("stats")
 
     run(test)
 
