@@ -11,17 +11,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
-from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event, json_reply
+from pensieve_jax.server.http.replies import (
+    DONE,
+    Events,
+    HttpResponse,
+    PiecesResponse,
+    encode_json,
+    event,
+    json_reply,
+    long_json_reply,
+)
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import SamplingFields
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import WorkEstimate, is_long
+
+_ENTRY_CHARACTERS: Final = 10
+"""Cost of one log-probability in a response, in characters of text."""
 
 
 class WireFormat(Protocol):
@@ -73,12 +85,25 @@ async def reply_in(
         with renamed_fields(wire_format.fields):
             outputs = await call.unless_gone(running.results())
         usage = wire_format.record_usage(outputs)
-        # A prompt may have thousands of tokens, each with its texts.
-        work = WorkEstimate(any(output.prompt_logprobs is not None for output in outputs))
-        whole = await call.services.run_cpu(call.owner, work, wire_format.response, outputs)
-        return json_reply({**whole, "usage": usage})
+        if not _is_long(outputs):
+            return json_reply({**wire_format.response(outputs), "usage": usage})
+        work = WorkEstimate(is_long=True)
+        return await call.services.run_cpu(call.owner, work, _long_reply, wire_format, outputs, usage)
     finally:
         await running.close()
+
+
+def _is_long(outputs: Sequence[Output]) -> bool:
+    """Return whether the response to these outputs takes long to make."""
+    num_characters = sum(len(output.text) for output in outputs)
+    logprobs = [one for output in outputs for one in output.logprobs or ()]
+    num_entries = sum(1 + len(one.top) for one in logprobs)
+    is_scored = any(output.prompt_logprobs is not None for output in outputs)
+    return is_scored or is_long(num_characters + _ENTRY_CHARACTERS * num_entries)
+
+
+def _long_reply(wire_format: WireFormat, outputs: Sequence[Output], usage: dict[str, Any]) -> PiecesResponse:
+    return long_json_reply({**wire_format.response(outputs), "usage": usage})
 
 
 async def _chunks(

@@ -79,6 +79,8 @@ class MessageTurns:
         self._owner = call.owner
         self._messages = messages
         self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
+        # Its other fields count as well: sampling options can have a million ids.
+        self._is_long = is_long(max(self._num_characters, len(call.body)), len(messages))
         self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
@@ -134,9 +136,8 @@ class MessageTurns:
 
     # Private methods
 
-    async def _run_cpu(self, work: Callable[[Memory], ResolvedContext], memory: Memory) -> ResolvedContext:
-        messages = self._messages
-        estimate = WorkEstimate(is_long(self._num_characters, len(messages)), has_reply(messages))
+    async def _run_cpu[T](self, work: Callable[[Memory], T], memory: Memory) -> T:
+        estimate = WorkEstimate(self._is_long, has_reply(self._messages))
         return await self._services.run_cpu(self._owner, estimate, work, memory)
 
     def _find(self, memory: Memory) -> ResolvedContext:

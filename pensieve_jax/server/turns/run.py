@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 
 type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
-type RunCpu = Callable[[Callable[[Memory], ResolvedContext], Memory], Awaitable[ResolvedContext]]
+type Prepared = tuple[ResolvedContext, Sequence[TurnSpec]]
+type RunCpu = Callable[[Callable[[Memory], Prepared], Memory], Awaitable[Prepared]]
 
 
 async def run_turns(
@@ -91,14 +92,20 @@ async def start_turns(
       find: resolves the context. When the engine does not know the parent that it found, it is called again
         with the next, narrower `Memory`.
       specs_of: returns the turns to submit; several turns must be siblings, for several replies.
-      run_cpu: runs `find` without blocking the event loop.
+      run_cpu: runs `find` and `specs_of` without blocking the event loop: a request may have a million ids
+        to check, or tools whose grammar has to be written.
 
     Raises what `find` and the engine raise; UnknownTurnError only if no fallback finds another parent.
     """
+
+    def prepare(memory: Memory) -> Prepared:
+        resolved = find(memory)
+        return resolved, specs_of(resolved)
+
     unknown: UnknownTurnError | None = None
     for memory in Memory:
-        resolved = await run_cpu(find, memory)
-        turns = engine.submit_all(specs_of(resolved))
+        resolved, specs = await run_cpu(prepare, memory)
+        turns = engine.submit_all(specs)
         try:
             for turn in turns:
                 await turn.accepted()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.core import sampling_params
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import server_conversations
@@ -32,6 +33,7 @@ EMPTY = {"role": "user", "content": ""}
 LONG_TEXT = "a b " * INLINE_CHARACTERS
 LONG_MESSAGE = {"role": "user", "content": LONG_TEXT}
 MANY = [EMPTY] * 300  # too many to run inline by their number, not by their text
+MANY_IDS = [*range(97, 123)] * INLINE_CHARACTERS
 
 
 class CountingReader(HistoryReader):
@@ -115,6 +117,7 @@ def threads(monkeypatch):
     watch(Tokenizer, "encode")
     watch(Tokenizer, "decode_raw")
     watch(Tokenizer, "text_after")
+    watch(sampling_params, "_checked_ids")
     return seen
 
 
@@ -137,6 +140,8 @@ LONG = [
     ("/tokenize", {"messages": MANY}, {"turn_prompt"}),
     ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_prompt"}),
+    (CHAT, {"messages": [EMPTY], "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
+    ("/v1/completions", {"prompt": "hi", "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
     (RESPONSES, {"input": MANY}, {"parse_input", "turn_prompt"}),
     (COUNT, {"input": MANY}, {"parse_input", "turn_prompt"}),
 ]
