@@ -11,6 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn, Self
 
+MAX_CHARACTERS: Final = 1_000_000
+"""Limit of arguments that are parsed. The parser holds the interpreter's lock, for 30 ms at this length."""
+
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the object that the text of a call's arguments holds; blank text is an empty object.
@@ -19,6 +22,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     if not text.strip():
         return {}
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")
     check_depth(text)
     value = json.loads(text, parse_constant=_refuse_constant)
     if "\\u" in text and _SURROGATE.search(written := json.dumps(value, ensure_ascii=False)):
