@@ -66,7 +66,7 @@ def num_values_of(value: Any) -> tuple[int, int]:
     return own + sum(one for one, _ in found), max(len(inner) - 1, 0) + sum(one for _, one in found)
 
 
-def test_random_bodies_have_the_values_that_are_counted():
+def test_random_bodies_have_the_values_that_are_counted(monkeypatch):
     draw = random.Random(new_seed())
 
     def value(depth: int) -> Any:
@@ -79,7 +79,23 @@ def test_random_bodies_have_the_values_that_are_counted():
             return {f'{at}"[': value(depth + 1) for at in range(draw.randrange(5))}
         return [value(depth + 1) for _ in range(draw.randrange(5))]
 
+    monkeypatch.setattr(body_values, "_BLOCK_BYTES", draw.randrange(1, 60))
     for _ in range(300):
         given = json.loads(json.dumps(value(0)))
         body = msgspec.json.encode(given)
-        assert body_values.counted(body) == num_values_of(given)
+        (*_, found) = body_values.counted(body)
+        assert found == num_values_of(given)
+
+
+def test_a_body_of_too_many_values_is_counted_in_short_pieces_and_not_to_its_end(monkeypatch):
+    lengths = []
+
+    def noted(block, kind):
+        lengths.append(len(block))
+        return frombuffer(block, kind)
+
+    frombuffer = body_values.np.frombuffer
+    monkeypatch.setattr(body_values.np, "frombuffer", noted)
+    with pytest.raises(ApiError):
+        decode_body(filled(b"[],"), Anything)
+    assert len(lengths) == 1 and lengths[0] <= 2**20 + 1
