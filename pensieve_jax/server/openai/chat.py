@@ -106,9 +106,9 @@ class ChatCompletion:
 
     # Methods of WireFormat
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return the usage."""
-        return self._turns.record_usage(outputs)
+        return await self._turns.record_usage(outputs)
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the response with the messages of all choices, without usage."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output
@@ -28,12 +28,9 @@ from pensieve_jax.server.http.replies import (
     long_json_reply,
 )
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.turns.run import RunningTurns, merged
+from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import SamplingFields
-from pensieve_jax.server.workers import WorkEstimate, is_long
-
-_ENTRY_CHARACTERS: Final = 10
-"""Cost of one log-probability in a response, in characters of text."""
+from pensieve_jax.server.workers import WorkEstimate
 
 
 class WireFormat(Protocol):
@@ -44,7 +41,7 @@ class WireFormat(Protocol):
         """This API's names of fields by the engine's names; see `renamed_fields`."""
         ...
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Record that all turns have succeeded, and return the usage object. Called once."""
         ...
 
@@ -84,22 +81,13 @@ async def reply_in(
     try:
         with renamed_fields(wire_format.fields):
             outputs = await call.unless_gone(running.results())
-        usage = wire_format.record_usage(outputs)
-        if not _is_long(outputs):
+        usage = await wire_format.record_usage(outputs)
+        if not takes_long(outputs):
             return json_reply({**wire_format.response(outputs), "usage": usage})
         work = WorkEstimate(is_long=True)
         return await call.services.run_cpu(call.owner, work, _long_reply, wire_format, outputs, usage)
     finally:
         await running.close()
-
-
-def _is_long(outputs: Sequence[Output]) -> bool:
-    """Return whether the response to these outputs takes long to make."""
-    num_characters = sum(len(output.text) for output in outputs)
-    logprobs = [one for output in outputs for one in output.logprobs or ()]
-    num_entries = sum(1 + len(one.top) for one in logprobs)
-    is_scored = any(output.prompt_logprobs is not None for output in outputs)
-    return is_scored or is_long(num_characters + _ENTRY_CHARACTERS * num_entries)
 
 
 def _long_reply(wire_format: WireFormat, outputs: Sequence[Output], usage: dict[str, Any]) -> PiecesResponse:
@@ -129,7 +117,7 @@ async def _chunks(
     except (ApiError, PensieveError) as error:
         yield event(encode_json(as_api_error(error, wire_format.fields).body))
     else:
-        usage = wire_format.record_usage(
+        usage = await wire_format.record_usage(
             [output for turn in running.turns if (output := turn.output) is not None]
         )
         if includes_usage:

@@ -295,7 +295,7 @@ class Completion:
 
     # Methods of WireFormat
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count how the contexts were found, and return the usage."""
         for output in outputs:
             usage = output.usage

@@ -114,12 +114,12 @@ class MessageTurns:
             wait=self._wait,
         )
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return their usage as `completion_usage` does."""
         for context, output in zip(self.contexts, outputs, strict=True):
             if output.prompt_logprobs is not None and not context.node.durable:
                 continue  # the engine has forgotten it
-            commit_context(self._services, context, output)
+            await commit_context(self._services, context, output)
         usage = completion_usage([output.usage for output in outputs], len(outputs))
         self._notes.counts |= usage
         return usage

@@ -430,7 +430,7 @@ class BackgroundRunner:
             run.begin_again()
             await asyncio.sleep(RETRY_S)
         if resolved is not None:
-            commit_context(services, resolved, output)
+            await commit_context(services, resolved, output)
         await self._tell_end(run, draft)
 
     async def fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
