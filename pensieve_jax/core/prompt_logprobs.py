@@ -60,7 +60,7 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
 
     @classmethod
     def of(cls, entries: Iterable[PromptLogprob | None]) -> Self:
-        """Return the columns of entries, of which only the first may be None."""
+        """Return the columns of entries; only the first one may be None."""
         given = list(entries)
         scored = [one for one in given if one is not None]
         shape = len(scored), len(scored[0].top) if scored else 0

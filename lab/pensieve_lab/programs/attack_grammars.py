@@ -12,8 +12,8 @@ programs on the machine count. How long the server's event loop and its engine's
 time (see `pensieve_lab.hostile.slices`). The last line is one JSON document (see `--json`).
 
 The exit status is 1 if an answer is neither valid nor a typed refusal, or if the stream failed or changed. It
-is 1 as well if an attack held one of the two threads for longer than `--max_held_ms` and than its control, or
-if a gap exceeds the longest one of the control by more than `--max_stall_ms`.
+is 1 as well if an attack held one of the two threads for longer than `--max_held_ms` and than its control. So
+it is if a gap exceeds the longest one of the control by more than `--max_stall_ms`.
 """
 
 from __future__ import annotations
