@@ -37,8 +37,9 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
     UnsupportedGrammarError,
 )
-from pensieve_jax.core.outputs import Delta, Output, PromptLogprob, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, Output, TokenLogprob, Usage
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.runtime.asynchronous_launches import ask_for_asynchronous_launches

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from pensieve_jax.core.errors import InvalidRequestError
+
+MAX_VALUES: Final = 250_000
+"""Limit of values of a copy. The encoder holds the interpreter's lock for up to 0.2 us a value."""
 
 
 def json_copy(value: Mapping[str, Any], field: str) -> dict[str, Any]:
     """Return a copy through JSON, so that later changes by the caller have no effect.
 
-    Raises InvalidRequestError naming `field` for what JSON or UTF-8 cannot hold.
+    Raises InvalidRequestError naming `field` for what JSON or UTF-8 cannot hold, and for too many values.
     """
+    if _has_more_values(value, MAX_VALUES):
+        raise InvalidRequestError(field, f"over {MAX_VALUES:,} values", f"at most {MAX_VALUES:,} JSON values")
     try:
         text = json.dumps(dict(value), allow_nan=False, ensure_ascii=False)
         text.encode()
@@ -28,3 +33,17 @@ def json_copy(value: Mapping[str, Any], field: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(field, value, f"made of JSON values ({error})") from error
     return copied
+
+
+def _has_more_values(value: Any, limit: int) -> bool:
+    """Return whether a JSON value has more than `limit` values in it, names included."""
+    waiting, number = [value], 0
+    while waiting and number <= limit:
+        one = waiting.pop()
+        if isinstance(one, Mapping):
+            number += 2 * len(one)
+            waiting += (inner for inner in one.values() if isinstance(inner, Mapping | list | tuple))
+        else:
+            number += len(one)
+            waiting += (inner for inner in one if isinstance(inner, Mapping | list | tuple))
+    return number > limit

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
+from pensieve_jax.core.prompt_logprobs import PromptLogprobs
 from pensieve_jax.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -22,22 +23,6 @@ class TokenLogprob(NamedTuple):
     token_id: int
     logprob: float
     top: dict[int, float]  # id -> logprob of the k most likely, most likely first; empty for k = 0
-
-
-class PromptLogprob(NamedTuple):
-    """Log-probabilities of one prompt token, given the tokens before it.
-
-    Attributes:
-      token_id: id of the token.
-      logprob: its log-probability under the model's distribution, without temperature, cuts or bans.
-      rank: its place among all ids by log-probability, from 1; the lower id comes first on ties.
-      top: log-probabilities of the k most likely ids, most likely first; empty for k = 0.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +102,7 @@ class Output:
     usage: Usage
     seed: int
     logprobs: tuple[TokenLogprob, ...] | None = None
-    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     ended_at_s: float | None = field(default=None, compare=False)
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import Delta, FinishReason, Output, PromptLogprob, TokenLogprob, Usage
+from pensieve_jax.core.outputs import Delta, FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.prompt_logprobs import PromptColumns, PromptLogprobs
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.prompt_rows import PromptScores
@@ -156,7 +157,7 @@ class ReplyState(ReplyTokens):
       template_input: what it was rendered from beside them.
       node: position in a tree of turns, if the caller placed the turn.
       origin: how a turn with a node continued from memory.
-      prompt_logprobs: entries of the first prompt tokens if requested, else None.
+      scored: log-probabilities of the first prompt tokens, a part for each step, if requested, else None.
       output: result of the turn, after it ended.
       error: error of a turn that ended without an output.
     """
@@ -178,9 +179,9 @@ class ReplyState(ReplyTokens):
         self.node = node
         self.origin = origin
         self.template_input = template_input
-        self.prompt_logprobs: list[PromptLogprob | None] | None = None
-        if request.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [] if request.num_history_tokens else [None]
+        self.scored: list[PromptColumns] | None = None if request.params.prompt_logprobs is None else []
+        # A conversation's first token has no log-probability, since nothing predicts it.
+        self._num_scored = 0 if request.num_history_tokens else 1
         self.output: Output | None = None
         self.error: PensieveError | None = None
 
@@ -197,8 +198,8 @@ class ReplyState(ReplyTokens):
     @property
     def lacks_scores(self) -> bool:
         """Whether a dispatched step computes log-probabilities of its prompt that have not arrived."""
-        request, entries = self.request, self.prompt_logprobs
-        return entries is not None and request.num_history_tokens + len(entries) < request.scored_end
+        request = self.request
+        return self.scored is not None and request.num_history_tokens + self._num_scored < request.scored_end
 
     @property
     def is_transient(self) -> bool:
@@ -210,27 +211,23 @@ class ReplyState(ReplyTokens):
         node = self.node
         if node is None:
             return self.request.conversation.one_off
-        return self.prompt_logprobs is not None and node.parent_id is None and not node.durable
+        return self.scored is not None and node.parent_id is None and not node.durable
 
     def accept_prompt(self, scores: PromptScores, rows: slice) -> bool:
         """Add the next prompt tokens' log-probabilities from these rows; returns whether all are finite."""
-        request, entries = self.request, self.prompt_logprobs
-        assert entries is not None
+        request, scored = self.request, self.scored
+        assert scored is not None
         logprobs = scores.logprobs[rows]
         if not np.isfinite(logprobs).all():
             return False
-        start = request.num_history_tokens + len(entries)
+        start = request.num_history_tokens + self._num_scored
+        self._num_scored += len(logprobs)
         k = request.params.prompt_logprobs or 0
-        entries += (
-            PromptLogprob(token_id, logprob, rank, dict(zip(top_ids, top_logprobs, strict=True)))
-            for token_id, logprob, rank, top_ids, top_logprobs in zip(
-                request.token_ids[start : start + len(logprobs)],
-                logprobs.tolist(),
-                scores.ranks[rows].tolist(),
-                scores.top_ids[rows, :k].tolist(),
-                scores.top_logprobs[rows, :k].tolist(),
-                strict=True,
-            )
+        token_ids = np.array(request.token_ids[start : start + len(logprobs)], np.int32)
+        tops = scores.top_ids[rows, :k], scores.top_logprobs[rows, :k]
+        # Copies, since the step's arrays hold the rows of other turns as well.
+        scored.append(
+            PromptColumns(token_ids, *(one.copy() for one in (logprobs, scores.ranks[rows], *tops)))
         )
         return True
 
@@ -256,7 +253,9 @@ class ReplyState(ReplyTokens):
             usage=usage,
             seed=self.request.seed,
             logprobs=None if self.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
+            prompt_logprobs=None
+            if self.scored is None
+            else PromptLogprobs.joined(self.scored, has_first=not self.request.num_history_tokens),
             ended_at_s=ended_at_s,
             stop_string=self.stop_string,
         )

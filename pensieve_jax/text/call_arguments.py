@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn, Self
 
+MAX_CHARACTERS: Final = 1_000_000
+"""Limit of arguments that are parsed. The parser holds the interpreter's lock, for 30 ms at this length."""
 MAX_DEPTH: Final = 100
 """Deepest nesting of brackets. Readers and writers of JSON, and templates, are recursive."""
 
@@ -22,6 +24,8 @@ def parse_arguments(text: str) -> dict[str, Any]:
     """
     if not text.strip():
         return {}
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")
     check_depth(text)
     value = json.loads(text, parse_constant=_refuse_constant)
     if "\\u" in text and _SURROGATE.search(written := json.dumps(value, ensure_ascii=False)):

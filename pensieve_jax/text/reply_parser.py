@@ -34,6 +34,8 @@ from pensieve_jax.text.reply_events import (
 )
 from pensieve_jax.text.tool_formats import ReasoningFormat, ToolFormat
 
+_ENDS_OF_MESSAGE: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_END_OF_MESSAGE: Final = re.compile("|".join(map(re.escape, _ENDS_OF_MESSAGE)))
 _MAX_HEADER: Final = 512
 """Characters within which the header of a call must end; a longer text is none."""
 
@@ -549,16 +551,15 @@ class ReplyParser:
         return True
 
     def _body_of_message(self) -> bool:
-        marks = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-        found = [(at, mark) for mark in marks if (at := self._buffer.find(mark)) >= 0]
-        if not found:
-            num_held = _num_held(self._buffer, marks)
+        found = _END_OF_MESSAGE.search(self._buffer)  # one search, so that a reply is not read five times
+        if found is None:
+            num_held = _num_held(self._buffer, _ENDS_OF_MESSAGE)
             ready = self._buffer[: len(self._buffer) - num_held].rstrip(SPACE)
             if ready:
                 self._buffer = self._buffer[len(ready) :]
                 self._add_to_message(ready)
             return False
-        at, mark = min(found)
+        at, mark = found.start(), found[0]
         text = self._buffer[:at].rstrip(SPACE)
         self._buffer = self._buffer[at if mark == "<|channel|>" else at + len(mark) :]
         self._add_to_message(text)

@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from pensieve_jax.config import EngineConfig
-from pensieve_jax.core.outputs import PromptLogprob, TokenLogprob
+from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.runner import Runner

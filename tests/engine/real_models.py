@@ -14,7 +14,8 @@ from flax import nnx
 
 from model_defs import Model, load_model, make_mesh
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
-from pensieve_jax.core.outputs import PromptLogprob, TokenLogprob
+from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference, Replay
 from pensieve_jax.device.model_runner import ModelRunner, StepHandle
 from pensieve_jax.scheduler import StepPlan, StepResult

@@ -15,7 +15,8 @@ import numpy as np
 
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import EngineClosedError, PensieveError
-from pensieve_jax.core.outputs import FinishReason, Output, PromptLogprob, TokenLogprob, Usage
+from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob, Usage
+from pensieve_jax.core.prompt_logprobs import PromptLogprob, PromptLogprobs
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
@@ -42,7 +43,7 @@ MODEL = "fake"
 LIMITS = ModelLimits(vocab_size=262, max_context_tokens=4096, eos_token_ids=(257,), max_logprobs=8)
 
 
-def prompt_scores(spec: TurnSpec) -> tuple[PromptLogprob | None, ...] | None:
+def prompt_scores(spec: TurnSpec) -> PromptLogprobs | None:
     """Return log-probabilities that follow from the ids: each has the rank 3, after the two ids before it."""
     number = spec.params.prompt_logprobs
     if number is None:
@@ -51,7 +52,7 @@ def prompt_scores(spec: TurnSpec) -> tuple[PromptLogprob | None, ...] | None:
     tops = [{abs(one - rank): -rank / 8 for rank in range(1, number + 1)} for one in ids]
     found = [PromptLogprob(one, -one / 4, 3, top) for one, top in zip(ids, tops, strict=True)]
     has_parent = spec.node is not None and spec.node.parent_id is not None
-    return tuple(found) if has_parent else (None, *found[1:])
+    return PromptLogprobs.of(found if has_parent else [None, *found[1:]])
 
 
 class FakeTurn:

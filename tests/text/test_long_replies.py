@@ -90,3 +90,45 @@ def test_reasoning_tokens_are_counted_in_one_pass(pieces: list[str]) -> None:
 )
 def test_the_reasoning_of_harmony_is_counted(pieces: list[str], num: int) -> None:
     assert num_reasoning_tokens(pieces, HARMONY) == num
+
+
+class Counted(str):
+    """Text that counts the characters that searches in it read."""
+
+    num_read = 0
+
+    def find(self, part: str, start: int = 0, end: int | None = None) -> int:  # type: ignore[override]
+        found = super().find(part, start, len(self) if end is None else end)
+        Counted.num_read += (found if found >= 0 else min(len(self), end or len(self))) - start
+        return found
+
+    def __getitem__(self, key: Any) -> Counted:
+        return Counted(super().__getitem__(key))
+
+    def __radd__(self, before: str) -> Counted:
+        return Counted(before + str(self))
+
+    def lstrip(self, characters: str | None = None) -> Counted:
+        return Counted(super().lstrip(characters))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("harmony", "<|message|>a<|end|>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+        ("hermes", "<tool_call>x"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("qwen3_xml", "<tool_call><function=f><parameter=a>b</parameter></function></tool_call>"),
+        ("qwen3_xml", "<tool_call><function=f>x"),
+        ("mistral", "[TOOL_CALLS]f{}"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+    ],
+)
+def test_a_search_does_not_read_the_rest_of_a_reply_again_and_again(name, part):
+    parser = ReplyParser(TOOL_FORMATS[name])
+    text = Counted(part * (20_000 // len(part)))
+    Counted.num_read = 0
+    parser.feed(text)
+    parser.end()
+    assert Counted.num_read < 10 * len(text)

@@ -6,7 +6,13 @@ import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.text import check_messages, check_tools
-from pensieve_jax.text.call_arguments import MAX_DEPTH, CallArguments, canonical_arguments, parse_arguments
+from pensieve_jax.text.call_arguments import (
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    CallArguments,
+    canonical_arguments,
+    parse_arguments,
+)
 from pensieve_jax.text.messages import call_ids, check_results, num_characters
 from tests.text.tool_templates import call, result
 
@@ -166,3 +172,19 @@ def test_malformed_tools_are_named(tools: object, field: str) -> None:
 def test_arguments_of_any_depth_have_a_canonical_text(depth):
     for text in ('{"a": ' + "[" * depth + "]" * depth + "}", '{"a": ' * depth + "1" + "}" * depth):
         assert canonical_arguments(text) in (text, text.replace(" ", ""))
+
+
+def test_arguments_have_a_limit_of_length() -> None:
+    """A parser holds the interpreter's lock for as long as it parses."""
+
+    def called(text: str) -> list[dict[str, object]]:
+        function = {"name": "f", "arguments": text}
+        return [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}]
+
+    longest = '{"a": "' + "x" * (MAX_CHARACTERS - 9) + '"}'
+    assert check_messages(called(longest))
+    with pytest.raises(InvalidRequestError) as caught:
+        check_messages(called(longest + " "))
+    assert caught.value.field == "messages[0].tool_calls[0].function.arguments"
+    assert "longer than 1,000,000 characters" in str(caught.value)
+    assert canonical_arguments(longest + " ") == longest + " "

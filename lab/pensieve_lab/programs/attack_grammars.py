@@ -1,26 +1,31 @@
 """Attack on a server: hostile grammars, tools, options and messages beside one client that streams.
 
-    python -m pensieve_lab.programs.attack_grammars
+    python -m pensieve_lab.programs.attack_grammars --json=FILE
 
-Starts `pensieve serve` and streams chats in a process of its own. After `--quiet_s` without others it
-sends the requests of `pensieve_lab.hostile.requests`, one attack after the other, `--num_clients` at a
-time. It prints each attack's answers and the gaps between the pieces of the stream. The last line is one
-JSON document (see `--json`).
+Starts `pensieve serve` with a tiny model that takes tools and has a context of 32,768 tokens. One client
+streams chats in a process of its own. The first `--quiet_s` are without others. Then each group of attacks of
+`pensieve_lab.hostile.requests` begins with its control: the same number of requests with the same prompts and
+lengths, in which nothing is hostile. The attacks follow, `--num_clients` requests at a time.
 
-The exit status is 1 if an answer is neither valid nor a typed 400, 413, 429 or 503, or if the stream failed.
-It is 1 as well if a gap exceeds the longest one without an attack by more than `--max_stall_ms`.
+The report has two kinds of figures. The gaps between the pieces of the stream are wall time, so other
+programs on the machine count. How long the server's event loop and its engine's thread were held is processor
+time (see `pensieve_lab.hostile.slices`). The last line is one JSON document (see `--json`).
+
+The exit status is 1 if an answer is neither valid nor a typed refusal, or if the stream failed or changed. It
+is 1 as well if an attack held one of the two threads for longer than `--max_held_ms` and than its control. So
+it is if a gap exceeds the longest one of the control by more than `--max_stall_ms`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
+import contextlib
 import shlex
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -28,166 +33,157 @@ from absl import flags
 
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
-from pensieve_lab.hostile.requests import HostileRequest, hostile_requests
-from pensieve_lab.hostile.watching import Gaps, StreamWatcher
+from pensieve_lab.hostile.answers import Answers
+from pensieve_lab.hostile.request import MODEL, HostileRequest
+from pensieve_lab.hostile.requests import hostile_requests
+from pensieve_lab.hostile.slices import Slice, longest_ms, read_slices
+from pensieve_lab.hostile.summary import Attack, Limits, Run, problems, summary
+from pensieve_lab.hostile.watching import StreamWatcher
+from pensieve_lab.scripted.model import make_tool_model
 from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.soaking.samples import child_of, process_figures
 
 FLAGS = flags.FLAGS
-_REFUSALS: Final = (400, 413, 429, 503)
-_TIMEOUT_S: Final = 120.0
-
-
-class Attack:
-    """One attack and what came of it."""
-
-    def __init__(self, name: str, requests: Sequence[HostileRequest]) -> None:
-        self.name = name
-        self.requests = requests
-        self.answers: Counter[str] = Counter()
-        self.wrong: list[str] = []
-        self.seconds = 0.0
-        self.gaps: Gaps | None = None
-        self.rss_mb = 0.0
-
-    async def run(self, http: httpx2.AsyncClient) -> None:
-        """Send the requests, `--num_clients` at a time."""
-        began_s = time.monotonic()
-        waiting = iter(self.requests)
-
-        async def client() -> None:
-            for request in waiting:
-                await self._send(http, request)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(FLAGS.num_clients, len(self.requests))):
-                group.create_task(client())
-        self.seconds = time.monotonic() - began_s
-
-    async def _send(self, http: httpx2.AsyncClient, request: HostileRequest) -> None:
-        try:
-            answer = await http.post(
-                request.route, content=request.body, headers={"Content-Type": "application/json"}
-            )
-        except httpx2.HTTPError as error:
-            self.wrong.append(f"{type(error).__name__}: {error}")
-            return
-        code = answer_code(answer.status_code, answer.text)
-        self.answers[code] += 1
-        status = int(code.split(" ")[0])
-        is_failed_turn = code.endswith("grammar_failed")
-        if status != 200 and not is_failed_turn and (status not in _REFUSALS or " " not in code):
-            self.wrong.append(f"{code}: {answer.text[:200]}")
-
-
-def answer_code(status: int, text: str) -> str:
-    """Return the status of an answer and the code of its error, which may stand in a stream."""
-    last = [line for line in text.splitlines() if line.startswith("data: {")]
-    try:
-        value = json.loads(last[-1].removeprefix("data: ") if last else text)
-    except (ValueError, RecursionError):
-        return str(status)
-    error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict):
-        return str(status)
-    return f"{status} {error.get('code') or error.get('type')}"
+_TIMEOUT_S = 120.0
+_PAGES = "--gpu_pages=8192"  # so many that no turn is suspended for lack of them
+_LAUNCHER = ("-m", "pensieve_lab.hostile.timed_server")
 
 
 def main() -> int:
-    found = [
-        Attack(name, list(requests))
-        for name, requests in itertools.groupby(hostile_requests(), lambda one: one.name)
-        if FLAGS.only in name
-    ]
+    groups = {
+        group: [one for one in requests if FLAGS.only in f"{group}: {one.name}"]
+        for group, requests in hostile_requests().items()
+    }
+    groups = {group: requests for group, requests in groups.items() if requests}
     if FLAGS.address:
         address = urlsplit(FLAGS.address)
-        return attack(address.hostname or "", address.port or 80, None, found)
-    with ServedProcess(shlex.split(FLAGS.server_flags)) as server:
-        return attack(server.host, server.port, server.process.pid, found)
+        return attack(address.hostname or "", address.port or 80, None, None, groups)
+    with tempfile.TemporaryDirectory(prefix="pensieve-attack-") as directory:
+        model, slices = Path(directory, "model"), Path(directory, "slices")
+        model.mkdir()
+        slices.mkdir()
+        make_tool_model(model)
+        given = (f"--model={model}", f"--served_model_name={MODEL}", f"--slices={slices}", _PAGES)
+        with ServedProcess((*given, *shlex.split(FLAGS.server_flags)), _LAUNCHER) as server:
+            return attack(server.host, server.port, server.process.pid, slices, groups)
 
 
-def attack(host: str, port: int, pid: int | None, attacks: Sequence[Attack]) -> int:
-    """Run all attacks on a server and print the report; return the exit status."""
+def attack(
+    host: str,
+    port: int,
+    pid: int | None,
+    slices: Path | None,
+    groups: Mapping[str, Sequence[HostileRequest]],
+) -> int:
+    """Run all attacks on a server and print the report; return the exit status.
+
+    Args:
+      host, port: the server's address.
+      pid: its process; None if its memory is not known.
+      slices: the directory of its slices; None if it notes none.
+      groups: the requests of each group.
+    """
     with StreamWatcher(host, port) as watcher:
         time.sleep(1.0)  # the first turn of a server may be slower
         watcher.take()
-        time.sleep(FLAGS.quiet_s)
-        quiet = watcher.take()
-        print(f"without attack: {_written(quiet)}", flush=True)
-        asyncio.run(_run(f"http://{host}:{port}", watcher, attacks, pid))
-        time.sleep(FLAGS.quiet_s)
-        after = watcher.take()
+        runner = _Runner(watcher, pid, slices)
+        quiet = runner.wait(FLAGS.quiet_s)
+        print(f"without attack: {quiet.in_words()}", flush=True)
+        attacks = asyncio.run(runner.run(f"http://{host}:{port}", groups))
+        after = runner.wait(FLAGS.quiet_s)
     return _report(quiet, after, attacks)
 
 
-async def _run(address: str, watcher: StreamWatcher, attacks: Sequence[Attack], pid: int | None) -> None:
-    async with httpx2.AsyncClient(base_url=address, timeout=_TIMEOUT_S, trust_env=False) as http:
-        for one in attacks:
-            watcher.take()
-            await one.run(http)
-            one.gaps = watcher.take()
-            if pid is not None:
-                figures = {**process_figures("front", pid), **process_figures("engine", child_of(pid))}
-                one.rss_mb = figures["front_rss_mb"] + figures["engine_rss_mb"]
-            answers = ", ".join(f"{number} x {code}" for code, number in one.answers.most_common())
-            print(
-                f"{one.name:32.32} {one.seconds:6.1f} s  {_written(one.gaps)}",
-                f"{one.rss_mb:.0f} MB  {answers}",
-                *one.wrong[:3],
-                *one.gaps.failures[:3],
-                sep="\n    ",
-                flush=True,
-            )
+class _Runner:
+    """The runs of one server."""
+
+    def __init__(self, watcher: StreamWatcher, pid: int | None, slices: Path | None) -> None:
+        self._watcher, self._pid, self._slices = watcher, pid, slices
+
+    def wait(self, seconds: float) -> Run:
+        """Return the run of a span without other clients."""
+        began_s = time.monotonic()
+        time.sleep(seconds)
+        return self._run(began_s, Answers())
+
+    async def run(self, address: str, groups: Mapping[str, Sequence[HostileRequest]]) -> list[Attack]:
+        """Run the control of each group, then its attacks."""
+        attacks: list[Attack] = []
+        async with httpx2.AsyncClient(base_url=address, timeout=_TIMEOUT_S, trust_env=False) as http:
+            for group, requests in groups.items():
+                bodies = [(one.control_route, one.control) for one in requests]
+                control = await self._send(http, bodies, FLAGS.control_s)
+                print(f"control of {group}: {control.in_words()}", flush=True)
+                for name in dict.fromkeys(one.name for one in requests):
+                    bodies = [(one.route, one.body) for one in requests if one.name == name]
+                    found = await self._send(http, bodies)
+                    attacks.append(Attack(group, name, control, found))
+                    print(
+                        f"{name:32.32} {found.in_words()}", *found.answers.wrong[:3], sep="\n    ", flush=True
+                    )
+        return attacks
+
+    async def _send(
+        self, http: httpx2.AsyncClient, bodies: Sequence[tuple[str, bytes]], limit_s: float | None = None
+    ) -> Run:
+        """Send requests, `--num_clients` at a time, and no further ones after `limit_s`."""
+        self._watcher.take()
+        answers, began_s = Answers(), time.monotonic()
+        waiting = iter(bodies)
+
+        async def client() -> None:
+            for route, body in waiting:
+                if limit_s is not None and time.monotonic() - began_s > limit_s:
+                    return
+                await answers.send(http, route, body)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(FLAGS.num_clients, len(bodies))):
+                group.create_task(client())
+        return self._run(began_s, answers)
+
+    def _run(self, began_s: float, answers: Answers) -> Run:
+        gaps, ended_s = self._watcher.take(), time.monotonic()
+        rss_mb, held_ms = 0.0, {}
+        if self._pid is not None:
+            with contextlib.suppress(OSError, ValueError):  # it has ended, which the answers tell
+                figures = process_figures("front", self._pid)
+                figures |= process_figures("engine", child_of(self._pid))
+                rss_mb = figures["front_rss_mb"] + figures["engine_rss_mb"]
+        if self._slices is not None:
+            slices: list[Slice] = read_slices(self._slices)
+            held_ms = longest_ms(slices, began_s, ended_s)
+        return Run(ended_s - began_s, answers, gaps, held_ms, rss_mb)
 
 
-def _written(gaps: Gaps) -> str:
-    return f"{gaps.num:5d} gaps, p50 {gaps.p50_ms:5.1f}, p99 {gaps.p99_ms:5.1f}, max {gaps.max_ms:5.1f} ms"
-
-
-def _report(quiet: Gaps, after: Gaps, attacks: Sequence[Attack]) -> int:
-    rows: list[list[Any]] = [["without attack", *quiet[:4]]]
-    rows += [[one.name, *one.gaps[:4]] for one in attacks if one.gaps is not None]
-    rows.append(["afterwards", *after[:4]])
-    print(table(["attack", "gaps", "p50 (ms)", "p99 (ms)", "max (ms)"], rows))
-    wrong = {one.name: one.wrong for one in attacks if one.wrong}
-    failed = {one.name: one.gaps.failures for one in attacks if one.gaps is not None and one.gaps.failures}
-    allowed_ms = max(quiet.max_ms, after.max_ms) + FLAGS.max_stall_ms
-    stalled = {
-        one.name: one.gaps.max_ms for one in attacks if one.gaps is not None and one.gaps.max_ms > allowed_ms
+def _report(quiet: Run, after: Run, attacks: Sequence[Attack]) -> int:
+    limits = Limits(stall_ms=FLAGS.max_stall_ms, held_ms=FLAGS.max_held_ms)
+    found = summary(quiet, after, attacks)
+    columns = ["group", "requests", "longest gap (ms)", "of control", "held (ms)", "of control"]
+    print(table(columns, [list(row.values())[:6] for row in found["groups"].values()]))
+    print(table(["answer", "number"], list(found["answers"].items())))
+    wrong = problems(quiet, after, attacks, limits)
+    for line in wrong:
+        print(line)
+    results: dict[str, Any] = {**found, "problems": wrong, "limits": limits._asdict()}
+    units = {
+        "gaps": "ms of wall time between two pieces of a stream",
+        "held": "ms of processor time of one thread",
+        "rss_mb": "MB (10^6 bytes) of both processes",
     }
-    for name, most in stalled.items():
-        print(f"{name} made a gap of {most:.0f} ms; at most {allowed_ms:.0f} ms are allowed")
-    if after.texts != 1:
-        print(f"the stream had {after.texts} different replies to one prompt")
-    results = {
-        "without_attack": quiet._asdict(),
-        "afterwards": after._asdict(),
-        "attacks": {
-            one.name: {
-                "requests": len(one.requests),
-                "answers": dict(one.answers),
-                "seconds": one.seconds,
-                "rss_mb": one.rss_mb,
-                "gaps": None if one.gaps is None else one.gaps._asdict(),
-            }
-            for one in attacks
-        },
-        "wrong": wrong,
-        "failed_streams": failed,
-        "stalled": stalled,
-    }
-    units = {"gaps": "ms between two pieces of a stream", "rss": "MB (10^6 bytes) of both processes"}
     print_document(json_line("attack_grammars", results, units=units, device="cpu"))
-    return EXIT_FAILED if wrong or failed or stalled or after.texts != 1 else 0
+    return EXIT_FAILED if wrong else 0
 
 
 def define_flags() -> None:
     flags.DEFINE_string("address", None, "URL of a running server; default: one is started.")
-    flags.DEFINE_string("only", "", "Runs the attacks whose names contain this.")
-    flags.DEFINE_string("server_flags", "--model=chat", "Flags of `pensieve serve`.")
+    flags.DEFINE_string("only", "", "Runs the attacks whose group and name contain this.")
+    flags.DEFINE_string("server_flags", "", "More flags of `pensieve serve`.")
     flags.DEFINE_integer("num_clients", 8, "Number of requests of an attack at a time.")
     flags.DEFINE_float("quiet_s", 5.0, "Seconds of the stream before and after all attacks.")
+    flags.DEFINE_float("control_s", 6.0, "Seconds after which no further request of a control is sent.")
     flags.DEFINE_float("max_stall_ms", 100.0, "Longest stall that an attack may cause, in ms.")
+    flags.DEFINE_float("max_held_ms", 50.0, "Longest time that an attack may hold a thread, in ms.")
     define_document_flag()
 
 

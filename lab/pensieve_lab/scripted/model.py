@@ -38,6 +38,11 @@ def make_model(directory: Path, script: Path) -> None:
     """Write the model and a copy of `script` to an existing directory; raises ConfigError for the script."""
     load_script(script)
     shutil.copyfile(script, directory / SCRIPT_FILE)
+    make_tool_model(directory)
+
+
+def make_tool_model(directory: Path) -> None:
+    """Write the model alone to an existing directory; without a script, its replies are random."""
     shutil.copyfile(Path(__file__).with_name(TEMPLATE_FILE), directory / TEMPLATE_FILE)
     backend = tokenizers.Tokenizer.from_file(str(Path(resolve_model(DEFAULT_MODEL)) / "tokenizer.json"))
     backend.add_special_tokens(list(_SPECIAL))

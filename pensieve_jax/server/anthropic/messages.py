@@ -41,11 +41,12 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.checks import check_model
 from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.message_turns import MessageTurns
-from pensieve_jax.server.turns.run import RunningTurns, merged
+from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.structured import AskedForm
 from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.turns.tool_choice import FIELDS, with_choice
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text.replies import call_id, new_parser
 from pensieve_jax.text.reply_parser import ReplyParser
 
@@ -168,11 +169,9 @@ class NewMessage(MessageContext):
             (output,) = await self._wait(running.results())
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
-        self._turns.record_usage([output])
-        parser = self._parser()
-        events = [*parser.feed(output.text), *parser.end()]
-        content = content_of(events, self._call_id, shows_thinking=self._shows_thinking)
-        return self._object(content, self._ending(output, parser), usage_of(output.usage))
+        await self._turns.record_usage([output])
+        work = WorkEstimate(takes_long([output]))
+        return await self._services.run_cpu(self._owner, work, self._message, output)
 
     async def events(self, running: RunningTurns) -> AsyncGenerator[bytes]:
         """Yield the events of the reply; a failure becomes an error event.
@@ -197,7 +196,7 @@ class NewMessage(MessageContext):
             yield data
         output = running.turns[0].output
         assert output is not None
-        self._turns.record_usage([output])
+        await self._turns.record_usage([output])
         yield named_event("message_delta", delta=self._ending(output, parser), usage=usage_of(output.usage))
         yield MESSAGE_STOP
 
@@ -211,6 +210,13 @@ class NewMessage(MessageContext):
         params = replace(params, structured=self._form)
         template = self._turns.contexts[0].template_input
         return [with_choice(params, template, self._choice, self._services.chat_format)]
+
+    def _message(self, output: Output) -> dict[str, Any]:
+        """Return the message of a whole reply."""
+        parser = self._parser()
+        events = [*parser.feed(output.text), *parser.end()]
+        content = content_of(events, self._call_id, shows_thinking=self._shows_thinking)
+        return self._object(content, self._ending(output, parser), usage_of(output.usage))
 
     def _parser(self) -> ReplyParser:
         return new_parser(self._turns.contexts[0].template_input)

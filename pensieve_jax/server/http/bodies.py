@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, get_args, get_orig
 
 import msgspec
 
+from pensieve_jax.server.http.body_values import check_num_values
 from pensieve_jax.server.http.errors import ApiError, invalid_value, misplaced, unsupported
 
 MAX_ITEMS: Final = 4096
@@ -50,10 +51,9 @@ _WORDS: Final[Mapping[str, str]] = {
     "null": "null",
 }
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-# Matches a body up to the first escape of a lone surrogate. Other escapes and surrogate pairs match whole.
-_WITHOUT_LONE: Final = re.compile(
-    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
-    re.DOTALL,
+# Matches an escape: of a pair of surrogates, of a lone one, or any other.
+_ESCAPE: Final = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>u[dD][89a-fA-F])|.)", re.DOTALL
 )
 _LONGEST_NAMED: Final = 2**16  # bytes; in longer bodies the field with the surrogate is not searched for
 _LONGEST_PATH: Final = 200  # characters of a path in an error: unknown field names can have any length
@@ -94,6 +94,7 @@ def decode_body[T](body: bytes, kind: type[T], *, offers: Offers = "auto") -> tu
 
     Raises ApiError 400 with the path of the field as `param`.
     """
+    check_num_values(body)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -275,9 +276,8 @@ def lone_surrogate(body: bytes) -> ApiError | None:
     JSON can escape a lone surrogate, but UTF-8 text cannot contain one. Clients send one when they cut a
     text between the two surrogates of an emoji.
     """
-    before = _WITHOUT_LONE.match(body)
-    assert before is not None  # the pattern also matches the empty string
-    if not body.startswith(b"\\u", before.end()):
+    # Escape by escape, so that other threads can run in between.
+    if not any(found["lone"] for found in _ESCAPE.finditer(body)):
         return None
     what = "must be text that UTF-8 can hold: it contains a lone surrogate, half of a character."
     if len(body) > _LONGEST_NAMED:

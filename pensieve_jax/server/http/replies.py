@@ -13,7 +13,7 @@ a stored reply are available at once, so the writer yields to other requests bet
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -22,9 +22,10 @@ import msgspec
 from starlette.types import Message, Receive, Send
 
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.long_json import as_raw, json_pieces
 from pensieve_jax.server.http.request import ClientGoneError, until_disconnect
 
-_ENCODER = msgspec.json.Encoder()
+_ENCODER = msgspec.json.Encoder(enc_hook=as_raw)
 encode_json = _ENCODER.encode
 """Encode plain values, structs and dataclasses as JSON."""
 DONE = b"data: [DONE]\n\n"
@@ -98,6 +99,32 @@ class BytesResponse:
         if not is_written:
             raise ClientGoneError
         await send({"type": "http.response.body", "body": b""})
+
+
+@dataclass(slots=True)
+class PiecesResponse:
+    """A response with a long JSON body, sent piece by piece.
+
+    Attributes:
+      pieces: the body.
+    """
+
+    pieces: Sequence[bytes]
+
+    async def send(self, receive: Receive, send: Send) -> None:
+        """Send the response, and yield to other requests behind each piece."""
+        length = sum(map(len, self.pieces))
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in self.pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def long_json_reply(value: Any) -> PiecesResponse:
+    """Return a long JSON response; a thread can make it without holding others up for long."""
+    return PiecesResponse(json_pieces(value))
 
 
 def json_reply(

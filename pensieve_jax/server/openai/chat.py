@@ -11,6 +11,7 @@ if the request has `store` or the server's `chat_history` is "durable".
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
@@ -19,6 +20,7 @@ from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import renamed_fields
+from pensieve_jax.server.http.long_json import EncodedList
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.openai.completion_stream import reply_in
@@ -106,9 +108,9 @@ class ChatCompletion:
 
     # Methods of WireFormat
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return the usage."""
-        return self._turns.record_usage(outputs)
+        return await self._turns.record_usage(outputs)
 
     def response(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Return the response with the messages of all choices, without usage."""
@@ -119,7 +121,7 @@ class ChatCompletion:
                 {
                     "index": index,
                     "message": _message(parts),
-                    "logprobs": self._logprobs(output.logprobs),
+                    "logprobs": self._all_logprobs(output.logprobs),
                     "finish_reason": finish_reason(output.finish_reason, num_calls=len(parts.calls)),
                 }
             )
@@ -180,9 +182,11 @@ class ChatCompletion:
             structured=self._form,
         )
         template_input = self._turns.contexts[0].template_input
-        params = [
-            with_choice(one, template_input, self._choice, self._services.chat_format) for one in params
-        ]
+        # Once for all choices, which differ in their seeds: the grammar of many tools takes long to write.
+        first = with_choice(params[0], template_input, self._choice, self._services.chat_format)
+        form, bad_words, stop = first.structured, first.bad_words, first.stop
+        if first is not params[0]:
+            params = [replace(one, structured=form, bad_words=bad_words, stop=stop) for one in params]
         return scored_by_the_first(params, self._num_prompt_logprobs)
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -193,17 +197,20 @@ class ChatCompletion:
             "model": self._services.model_name,
         }
 
+    def _all_logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+        """Return the log-probabilities of a whole reply."""
+        if logprobs is None:
+            return None
+        return {"content": EncodedList(map(self._entry, logprobs)), "refusal": None}
+
     def _logprobs(self, logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        content = [
-            {
-                **self._token(one.token_id, one.logprob),
-                "top_logprobs": [self._token(*top) for top in one.top.items()],
-            }
-            for one in logprobs
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": [self._entry(one) for one in logprobs], "refusal": None}
+
+    def _entry(self, one: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(*likely) for likely in one.top.items()]
+        return {**self._token(one.token_id, one.logprob), "top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         texts = self._services.token_texts

@@ -17,9 +17,18 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.outputs import FinishReason, Output
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
-from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_json, event, json_reply
+from pensieve_jax.server.http.replies import (
+    DONE,
+    Events,
+    HttpResponse,
+    PiecesResponse,
+    encode_json,
+    event,
+    json_reply,
+    long_json_reply,
+)
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.turns.run import RunningTurns, merged
+from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import SamplingFields
 from pensieve_jax.server.workers import WorkEstimate
 
@@ -32,7 +41,7 @@ class WireFormat(Protocol):
         """This API's names of fields by the engine's names; see `renamed_fields`."""
         ...
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Record that all turns have succeeded, and return the usage object. Called once."""
         ...
 
@@ -72,13 +81,17 @@ async def reply_in(
     try:
         with renamed_fields(wire_format.fields):
             outputs = await call.unless_gone(running.results())
-        usage = wire_format.record_usage(outputs)
-        # A prompt may have thousands of tokens, each with its texts.
-        work = WorkEstimate(any(output.prompt_logprobs is not None for output in outputs))
-        whole = await call.services.run_cpu(call.owner, work, wire_format.response, outputs)
-        return json_reply({**whole, "usage": usage})
+        usage = await wire_format.record_usage(outputs)
+        if not takes_long(outputs):
+            return json_reply({**wire_format.response(outputs), "usage": usage})
+        work = WorkEstimate(is_long=True)
+        return await call.services.run_cpu(call.owner, work, _long_reply, wire_format, outputs, usage)
     finally:
         await running.close()
+
+
+def _long_reply(wire_format: WireFormat, outputs: Sequence[Output], usage: dict[str, Any]) -> PiecesResponse:
+    return long_json_reply({**wire_format.response(outputs), "usage": usage})
 
 
 async def _chunks(
@@ -104,7 +117,7 @@ async def _chunks(
     except (ApiError, PensieveError) as error:
         yield event(encode_json(as_api_error(error, wire_format.fields).body))
     else:
-        usage = wire_format.record_usage(
+        usage = await wire_format.record_usage(
             [output for turn in running.turns if (output := turn.output) is not None]
         )
         if includes_usage:

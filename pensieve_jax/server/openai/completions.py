@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
     UnknownTurnError,
 )
 from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
+from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
 from pensieve_jax.decoding.turn_spec import TurnSpec, check_token_ids
@@ -29,13 +30,13 @@ from pensieve_jax.history.reader import TurnView
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import as_api_error, invalid_value, renamed_fields
+from pensieve_jax.server.http.long_json import EncodedList
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.completion_stream import reply_in
 from pensieve_jax.server.openai.logprob_columns import LogprobColumns
 from pensieve_jax.server.openai.prompt_logprobs import (
-    PromptLogprobs,
     check_not_streamed,
     prompt_logprobs_field,
     scored_by_the_first,
@@ -217,12 +218,13 @@ class Completion:
         self._turn_ids: list[list[str]] = []
         self._created = int(self._services.now_s())
         self._token_ids: list[list[int]] = []
+        self._params: list[SamplingParams] = []
         self._echoes: list[Echo] = []
         num_replies = len(self._prompts) * body.num_choices
         self._offsets = [TokenOffsets(call.services.tokenizer) for _ in range(num_replies)]
 
     def encode(self) -> None:
-        """Tokenize the prompts; raise ApiError, InvalidRequestError and TokenizerMissingError."""
+        """Tokenize the prompts and check the options; raise ApiError and TokenizerMissingError."""
         tokenizer, limits = self._services.tokenizer, self._services.engine.info.limits
         token_limit = context_token_limit(self._services)
         found: list[list[int]] = []
@@ -246,6 +248,15 @@ class Completion:
             # Invalid ids never reach the engine.
             check_token_ids(self._field(index), found[-1], limits.vocab_size)
         self._token_ids = found
+        with renamed_fields(self.fields):
+            params = choice_params(
+                self._body,
+                self._services.defaults,
+                max_tokens=self._max_tokens,
+                logprobs=self._body.logprobs,
+                structured=self._form,
+            )
+        self._params = scored_by_the_first(params, self._body.num_scored)
         if self._body.echo:
             has_offsets = self._body.num_echoed_logprobs is not None
             self._echoes = [
@@ -256,21 +267,13 @@ class Completion:
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
         body, services = self._body, self._services
-        params = choice_params(
-            body,
-            services.defaults,
-            max_tokens=self._max_tokens,
-            logprobs=body.logprobs,
-            structured=self._form,
-        )
-        params = scored_by_the_first(params, body.num_scored)
 
         async def start() -> Sequence[AsyncTurn]:
             # The ids are chosen only now, after the wait: a new root goes to the engine that is least loaded.
             self._turn_ids = _turn_ids(
                 self._parent_id, self._token_ids, body.num_choices, services.resolver.root_for
             )
-            turns = services.engine.submit_all(self._specs(params))
+            turns = services.engine.submit_all(self._specs(self._params))
             try:
                 for turn in turns:
                     await turn.accepted()
@@ -292,7 +295,7 @@ class Completion:
 
     # Methods of WireFormat
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count how the contexts were found, and return the usage."""
         for output in outputs:
             usage = output.usage
@@ -309,7 +312,7 @@ class Completion:
             {
                 "index": index,
                 "text": self._echoed(index) + output.text,
-                "logprobs": self._logprobs(index, output.logprobs, self._scores(index, outputs)),
+                "logprobs": self._all_logprobs(index, output.logprobs, self._scores(index, outputs)),
                 "finish_reason": output.finish_reason,
                 **({"token_ids": output.token_ids} if self._body.return_token_ids else {}),
                 **self._prompt_logprobs(index, outputs),
@@ -377,7 +380,7 @@ class Completion:
     def _echoed(self, index: int) -> str:
         return self._echoes[index // self._body.num_choices].text if self._body.echo else ""
 
-    def _scores(self, index: int, outputs: Sequence[Output]) -> PromptLogprobs:
+    def _scores(self, index: int, outputs: Sequence[Output]) -> Sequence[PromptLogprob | None]:
         """Return the log-probabilities of a choice's prompt, which the first of its choices has."""
         return outputs[index - index % self._body.num_choices].prompt_logprobs or ()
 
@@ -388,8 +391,18 @@ class Completion:
         entries = self._scores(index, outputs)
         return {"prompt_logprobs": prompt_logprobs_field(entries, number, self._services.token_texts)}
 
+    def _all_logprobs(
+        self,
+        index: int,
+        logprobs: Sequence[TokenLogprob] | None,
+        scores: Sequence[PromptLogprob | None],
+    ) -> dict[str, EncodedList] | None:
+        """Return `_logprobs` of a whole reply."""
+        columns = self._logprobs(index, logprobs, scores)
+        return None if columns is None else {name: EncodedList(column) for name, column in columns.items()}
+
     def _logprobs(
-        self, index: int, logprobs: Sequence[TokenLogprob] | None, scores: PromptLogprobs = ()
+        self, index: int, logprobs: Sequence[TokenLogprob] | None, scores: Sequence[PromptLogprob | None] = ()
     ) -> dict[str, Any] | None:
         """Return the log-probabilities of a choice's next tokens in this API's columns.
 

@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pensieve_jax.core.outputs import PromptLogprob, TokenLogprob
+from pensieve_jax.core.outputs import TokenLogprob
+from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.text.token_texts import TokenTexts
 
 
@@ -29,7 +30,7 @@ class LogprobColumns:
     def add_prompt(
         self,
         token_ids: Sequence[int],
-        entries: Sequence[PromptLogprob | None],
+        entries: Iterable[PromptLogprob | None],
         offsets: Iterable[int],
         num_top: int,
     ) -> None:

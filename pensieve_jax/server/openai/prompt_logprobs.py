@@ -7,16 +7,15 @@ Called by the handlers of Chat Completions and Completions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pensieve_jax.core.outputs import PromptLogprob
+from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.server.http.errors import unsupported
+from pensieve_jax.server.http.long_json import EncodedList
 from pensieve_jax.text.token_texts import TokenTexts
-
-type PromptLogprobs = Sequence[PromptLogprob | None]
 
 
 def check_not_streamed(field: str, number: int | None, stream: bool | None) -> None:
@@ -30,9 +29,11 @@ def scored_by_the_first(params: Sequence[SamplingParams], number: int | None) ->
     return [replace(one, prompt_logprobs=None if i else number) for i, one in enumerate(params)]
 
 
-def prompt_logprobs_field(entries: PromptLogprobs, num_top: int, texts: TokenTexts) -> list[Any]:
+def prompt_logprobs_field(
+    entries: Iterable[PromptLogprob | None], num_top: int, texts: TokenTexts
+) -> EncodedList:
     """Return vLLM's `prompt_logprobs`: for each token None, or the entries of it and the likely ids by id."""
-    return [None if entry is None else _by_id(entry, num_top, texts) for entry in entries]
+    return EncodedList(None if entry is None else _by_id(entry, num_top, texts) for entry in entries)
 
 
 def _by_id(entry: PromptLogprob, num_top: int, texts: TokenTexts) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class MessageTurns:
         self._owner = call.owner
         self._messages = messages
         self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
+        # Its other fields count as well: sampling options can have a million ids.
+        self._is_long = is_long(max(self._num_characters, len(call.body)), len(messages))
         self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
@@ -112,12 +114,12 @@ class MessageTurns:
             wait=self._wait,
         )
 
-    def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
+    async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return their usage as `completion_usage` does."""
         for context, output in zip(self.contexts, outputs, strict=True):
             if output.prompt_logprobs is not None and not context.node.durable:
                 continue  # the engine has forgotten it
-            commit_context(self._services, context, output)
+            await commit_context(self._services, context, output)
         usage = completion_usage([output.usage for output in outputs], len(outputs))
         self._notes.counts |= usage
         return usage
@@ -134,9 +136,8 @@ class MessageTurns:
 
     # Private methods
 
-    async def _run_cpu(self, work: Callable[[Memory], ResolvedContext], memory: Memory) -> ResolvedContext:
-        messages = self._messages
-        estimate = WorkEstimate(is_long(self._num_characters, len(messages)), has_reply(messages))
+    async def _run_cpu[T](self, work: Callable[[Memory], T], memory: Memory) -> T:
+        estimate = WorkEstimate(self._is_long, has_reply(self._messages))
         return await self._services.run_cpu(self._owner, estimate, work, memory)
 
     def _find(self, memory: Memory) -> ResolvedContext:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import Output
@@ -22,12 +22,16 @@ from pensieve_jax.server.http.admission import Ticket
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics, TurnTimes
+from pensieve_jax.server.workers import is_long
 
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 
+_ENTRY_CHARACTERS: Final = 10
+"""Cost of one log-probability in a response, in characters of text."""
 type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
-type RunCpu = Callable[[Callable[[Memory], ResolvedContext], Memory], Awaitable[ResolvedContext]]
+type Prepared = tuple[ResolvedContext, Sequence[TurnSpec]]
+type RunCpu = Callable[[Callable[[Memory], Prepared], Memory], Awaitable[Prepared]]
 
 
 async def run_turns(
@@ -91,14 +95,20 @@ async def start_turns(
       find: resolves the context. When the engine does not know the parent that it found, it is called again
         with the next, narrower `Memory`.
       specs_of: returns the turns to submit; several turns must be siblings, for several replies.
-      run_cpu: runs `find` without blocking the event loop.
+      run_cpu: runs `find` and `specs_of` without blocking the event loop: a request may have a million ids
+        to check, or tools whose grammar has to be written.
 
     Raises what `find` and the engine raise; UnknownTurnError only if no fallback finds another parent.
     """
+
+    def prepare(memory: Memory) -> Prepared:
+        resolved = find(memory)
+        return resolved, specs_of(resolved)
+
     unknown: UnknownTurnError | None = None
     for memory in Memory:
-        resolved = await run_cpu(find, memory)
-        turns = engine.submit_all(specs_of(resolved))
+        resolved, specs = await run_cpu(prepare, memory)
+        turns = engine.submit_all(specs)
         try:
             for turn in turns:
                 await turn.accepted()
@@ -109,6 +119,14 @@ async def start_turns(
                 resolved.index.forget(resolved.node.owner, resolved.parent.turn_id)
     assert unknown is not None
     raise unknown
+
+
+def takes_long(outputs: Sequence[Output]) -> bool:
+    """Return whether a response to these outputs takes long to make, so that a thread should make it."""
+    num_characters = sum(len(output.text) for output in outputs)
+    num_entries = sum(1 + len(one.top) for output in outputs for one in output.logprobs or ())
+    is_scored = any(output.prompt_logprobs is not None for output in outputs)
+    return is_scored or is_long(num_characters + _ENTRY_CHARACTERS * num_entries)
 
 
 class TimedTurn:

@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import ConfigError, InvalidRequestError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import (
     COMPLETIONS,
+    MAX_BIASED_IDS,
     MAX_SEED,
     SamplingParams,
     sampling_table,
@@ -337,6 +338,9 @@ def sampling_params(
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
     """Return biases by id from JSON, where ids are text; raise InvalidRequestError naming the id."""
+    if len(given) > MAX_BIASED_IDS:
+        limit = f"at most {MAX_BIASED_IDS} ids"
+        raise InvalidRequestError("logit_bias", f"{len(given)} ids", limit)
     biases: dict[int, float] = {}
     for key, bias in given.items():
         if not _ID.fullmatch(key) or int(key) in biases:

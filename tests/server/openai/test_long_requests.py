@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.core import sampling_params
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import server_conversations
+from pensieve_jax.server import workers
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http import request as http_call
 from pensieve_jax.server.http.app import make_app
@@ -24,6 +26,7 @@ from pensieve_jax.server.workers import INLINE_CHARACTERS
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.chat import ChatFormat
 from pensieve_jax.text.loading import byte_tokenizer
+from pensieve_jax.text.replies import ReplyReader
 from tests.server.fakes import Harness, Open, say
 from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
 
@@ -32,6 +35,7 @@ EMPTY = {"role": "user", "content": ""}
 LONG_TEXT = "a b " * INLINE_CHARACTERS
 LONG_MESSAGE = {"role": "user", "content": LONG_TEXT}
 MANY = [EMPTY] * 300  # too many to run inline by their number, not by their text
+MANY_IDS = [*range(97, 123)] * INLINE_CHARACTERS
 
 
 class CountingReader(HistoryReader):
@@ -64,9 +68,9 @@ class CountingReader(HistoryReader):
 class Front:
     """The whole application in the test's thread, which runs the event loop."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, reply: str = "hello") -> None:
         clock, tokenizer = VirtualClock(1_790_000_000.0), byte_tokenizer()
-        self.engine = StoredEngine(path, clock, say("hello"))
+        self.engine = StoredEngine(path, clock, say(reply))
         self.reader = CountingReader(path, fingerprint=FINGERPRINT)
         resolver = resolving(tokenizer, self.reader)
         parts = {"history": self.reader, "resolver": resolver, "now_s": clock.now, "tokenizer": tokenizer}
@@ -115,6 +119,7 @@ def threads(monkeypatch):
     watch(Tokenizer, "encode")
     watch(Tokenizer, "decode_raw")
     watch(Tokenizer, "text_after")
+    watch(sampling_params, "_checked_ids")
     return seen
 
 
@@ -137,6 +142,8 @@ LONG = [
     ("/tokenize", {"messages": MANY}, {"turn_prompt"}),
     ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_prompt"}),
+    (CHAT, {"messages": [EMPTY], "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
+    ("/v1/completions", {"prompt": "hi", "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
     (RESPONSES, {"input": MANY}, {"parse_input", "turn_prompt"}),
     (COUNT, {"input": MANY}, {"parse_input", "turn_prompt"}),
 ]
@@ -434,3 +441,33 @@ def test_two_requests_with_a_key_run_once_although_both_are_planned_at_once(fron
     (first, answer), (second, again) = asyncio.run(both())
     assert first == second == 200 and answer["id"] == again["id"]
     assert len(front.engine.turns) == 1
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
+        (RESPONSES, {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 500}),
+    ],
+)
+def test_a_long_reply_is_read_in_a_thread(tmp_path, monkeypatch, path, body, store, stream, is_long):
+    monkeypatch.setattr(workers, "INLINE_CHARACTERS", 200)  # the fake engine's contexts are short
+    front = Front(tmp_path / "history.sqlite", "a b " * 60 if is_long else "hello")
+    original, in_loop = ReplyReader.parts, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(ReplyReader, "parts", noted)
+    fields = {} if path == "/v1/messages" else {"store": store}
+
+    async def status() -> int:
+        return (await Open(front.app, "POST", path, {**body, "stream": stream, **fields}, {}).whole())[0]
+
+    assert asyncio.run(status()) == 200 and in_loop == [not is_long]
+    front.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
 from pensieve_jax.server.app import ROUTES
+from pensieve_jax.server.openai import completion_stream
 from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, ask, say
 from tests.text.tokenizer_zoo import metaspace_backend
@@ -191,3 +193,30 @@ def test_what_cannot_be_scored_is_refused_with_its_field(route, fields, param):
     status, body = ask(harness, "POST", f"/v1/{route}", {"model": MODEL, **content, **fields})
     assert (status, body["error"]["param"]) == (400, param), body
     assert harness.services.limits.num_in_engine == 0
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("completions", {"prompt": [65] * 9, "echo": True, "logprobs": 2, "max_tokens": 0}),
+        ("completions", {"prompt": [65] * 9, "prompt_logprobs": 2, "max_tokens": 1}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "A"}], "prompt_logprobs": 2}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "A"}], "max_tokens": 900, "n": 3}),
+        ("completions", {"prompt": "A", "max_tokens": 900, "n": 3, "logprobs": 8}),
+    ],
+)
+def test_a_response_of_many_numbers_is_made_in_a_thread_and_sent_in_pieces(route, fields, monkeypatch):
+    if "chat" in route and "n" in fields:
+        fields = {**fields, "logprobs": True, "top_logprobs": 8}
+    threads = []
+    make = completion_stream.long_json_reply
+
+    def noting(value):
+        threads.append(threading.current_thread())
+        return make(value)
+
+    monkeypatch.setattr(completion_stream, "long_json_reply", noting)
+    harness = Harness(ROUTES, FakeEngine(say("word " * 160)))
+    status, _ = ask(harness, "POST", f"/v1/{route}", {"model": MODEL, **fields})
+    assert status == 200
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()

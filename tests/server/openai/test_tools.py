@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pensieve_jax.server.turns import tool_choice
+from pensieve_jax.text.tool_grammars import call_grammar
 from tests.server.fakes import ask
 from tests.server.openai.test_reasoning import events_of
 from tests.server.scripted import ScriptedServer
@@ -64,6 +67,32 @@ def case(request: pytest.FixtureRequest, path: Path) -> Iterator[tuple[ScriptedS
     server = ScriptedServer(path, [text] * 9, HERMES)
     yield server, content, calls
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("route", "tools", "choice"),
+    [
+        ("chat/completions", TOOLS, "required"),
+        ("messages", [{"name": name, "input_schema": PARAMETERS} for name in NAMES], {"type": "any"}),
+    ],
+)
+def test_the_grammar_of_a_long_request_is_written_once_and_in_a_thread(
+    path, monkeypatch, route, tools, choice
+):
+    threads = []
+
+    def noted(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return call_grammar(*args, **kwargs)
+
+    monkeypatch.setattr(tool_choice, "call_grammar", noted)
+    server = ScriptedServer(path, [ONE] * 3, HERMES)
+    several = {"n": 3, "seed": 5} if route == "chat/completions" else {}
+    body = {"messages": [USER], "tools": tools, "tool_choice": choice, "max_tokens": 9, "x": "x" * 30_000}
+    status, answer = ask(server.harness, "POST", f"/v1/{route}", body | several)
+    server.close()
+    assert status == 200, answer
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 def send(server: ScriptedServer, route: str, **body: Any) -> Any:

@@ -305,8 +305,9 @@ class BackgroundResponses:
         """Store a response as queued after a durable turn, which is searched for as in `start_turns`."""
         context, unknown = plan.context, None
         for memory in Memory:
-            resolved = await self._services.run_cpu(plan.owner, context.estimate, context.find, memory)
-            (spec,) = plan.specs(resolved)
+            resolved, (spec,) = await self._services.run_cpu(
+                plan.owner, context.estimate, plan.prepared, memory
+            )
             assert plan.draft is not None
             name = plan.draft.response_id
             # Claim it before other servers can see it.
@@ -429,7 +430,7 @@ class BackgroundRunner:
             run.begin_again()
             await asyncio.sleep(RETRY_S)
         if resolved is not None:
-            commit_context(services, resolved, output)
+            await commit_context(services, resolved, output)
         await self._tell_end(run, draft)
 
     async def fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:

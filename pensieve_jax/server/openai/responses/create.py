@@ -276,7 +276,7 @@ class ResponseCreation:
             async for delta in response.turn:
                 run.take(delta)
             assert response.turn.output is not None
-            run.end(response.finish(response.turn.output))
+            run.end(await response.finish(response.turn.output))
         finally:
             await response.close()
 

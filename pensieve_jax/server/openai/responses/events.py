@@ -126,7 +126,7 @@ async def turn_events(
     pieces: ReplyPieces,
     texts: TokenTexts,
     *,
-    finish: Callable[[Output], Mapping[str, Any]],
+    finish: Callable[[Output], Awaitable[Mapping[str, Any]]],
     delivered: Callable[[], None],
 ) -> AsyncGenerator[bytes]:
     """Yield the events of a turn that only this stream follows; a failure becomes events in the stream.
@@ -145,7 +145,7 @@ async def turn_events(
         async for data in _reply_events(events, _turn_pieces(turn, pieces), background=False):
             yield data
         assert turn.output is not None
-        response = finish(turn.output)
+        response = await finish(turn.output)
     except (ApiError, PensieveError) as error:
         for data in events.failure(as_api_error(error, ENGINE_FIELDS)):
             yield data

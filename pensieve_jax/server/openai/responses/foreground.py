@@ -20,8 +20,9 @@ from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePla
 from pensieve_jax.server.openai.responses.response import ResponseHead, finished_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.turns.checks import commit_context
-from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns, start_turns
+from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns, start_turns, takes_long
 from pensieve_jax.server.turns.sampling import completion_usage
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text.replies import shown_marks
 
 
@@ -87,7 +88,7 @@ class ForegroundResponse:
         """Wait for the turn to end, and return the response object."""
         with renamed_fields(ENGINE_FIELDS):
             output = await self.turn.result()
-        return self.finish(output)
+        return await self.finish(output)
 
     def stream(self) -> AsyncGenerator[bytes]:
         """Return the events of the response while its turn runs."""
@@ -101,14 +102,17 @@ class ForegroundResponse:
             delivered=self.delivered,
         )
 
-    def finish(self, output: Output) -> dict[str, Any]:
+    async def finish(self, output: Output) -> dict[str, Any]:
         """Record the ended turn, which is committed if it is stored, and return the response object."""
         self._is_finished = True
-        self._commit(output)
+        await self._commit(output)
         self._counts |= completion_usage([output.usage])
         # Use the engine's time, so that a later GET, which reads the history, returns the same one.
         ended_at_s = self._services.now_s() if output.ended_at_s is None else output.ended_at_s
-        return finished_response(self.head, output, ended_at_s, self._services.token_texts)
+        services, work = self._services, WorkEstimate(takes_long([output]))
+        return await services.run_cpu(
+            self._plan.owner, work, finished_response, self.head, output, ended_at_s, services.token_texts
+        )
 
     def delivered(self) -> None:
         """Mark the response as delivered; if sending it fails later, `mark_undelivered` must be called."""
@@ -127,17 +131,17 @@ class ForegroundResponse:
             if self._running is not None:
                 await self._running.close()
             if self._plan.head is not None:  # the engine may have the turn, even if `start` failed
-                self._note_end(None if self._running is None else self.turn.output)
+                await self._note_end(None if self._running is None else self.turn.output)
         finally:
             self._unlock()
 
-    def _note_end(self, output: Output | None) -> None:
+    async def _note_end(self, output: Output | None) -> None:
         if output is not None and output.finish_reason != "cancelled" and not self._is_finished:
-            self._commit(output)
+            await self._commit(output)
         if not self._is_delivered:
             # It may be committed nevertheless: while its client left, or before the engine died.
             self.mark_undelivered()
 
-    def _commit(self, output: Output) -> None:
+    async def _commit(self, output: Output) -> None:
         assert self._plan.resolved is not None
-        commit_context(self._services, self._plan.resolved, output)
+        await commit_context(self._services, self._plan.resolved, output)

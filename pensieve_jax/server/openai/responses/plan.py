@@ -14,7 +14,7 @@ from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_f
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
-from pensieve_jax.server.context.resolver import ResolvedContext
+from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
 from pensieve_jax.server.openai.responses.response import ResponseHead
@@ -78,6 +78,11 @@ class ResponsePlan:
         self._created_at_s = services.now_s()
         # Drawn once per plan, so that a background response is the same when it runs again.
         self._seed = secrets.randbits(63) if body.seed is None else body.seed
+
+    def prepared(self, memory: Memory) -> tuple[ResolvedContext, list[TurnSpec]]:
+        """Return the context and its turn; see `RequestContext.find` for `memory`. It can take long."""
+        resolved = self.context.find(memory)
+        return resolved, self.specs(resolved)
 
     def specs(self, resolved: ResolvedContext) -> list[TurnSpec]:
         """Return the turn of a context with its stored record; raise ApiError for a too long context."""
