@@ -183,7 +183,7 @@ def _messages() -> Iterator[HostileRequest]:
     yield chat("2,000 calls", messages=history('{"a": 1}', 2_000))
     yield chat("long arguments", messages=history(json.dumps({"a": "x" * 1_000_000})))
     yield chat("long number", messages=history('{"a": ' + "9" * 200_000 + "}"))
-    yield chat("4,096 messages", messages=[{"role": "user", "content": "a"}] * 4_096)
+    yield chat("1,500 messages", messages=[{"role": "user", "content": "a"}] * 1_500)
     yield chat("many parts", messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 4_096}])
     for name in (
         "messages",
