@@ -14,7 +14,7 @@ COMPLETIONS: Final = "/v1/completions"
 MODEL: Final = "chat"
 _MESSAGES: Final = ({"role": "user", "content": "Tell me about the sea."},)
 _WORD: Final = "word "
-_LONGEST_BODY: Final = 60_000  # bytes; a longer one that is no refusal holds 32,768 tokens or less
+_LONGEST_BODY: Final = 60_000  # bytes; the prompt of a longer one rarely fits into the context
 _SAME: Final = ("max_tokens", "n", "stream")
 
 
