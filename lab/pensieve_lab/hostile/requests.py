@@ -136,7 +136,7 @@ def _forms() -> Iterator[HostileRequest]:
     ):
         yield asked(f"grammar {' '.join(rules.split())[:24]}", "grammar", rules)
     for number in range(200):
-        names = {f"p{number}_{at}": {"type": "string", "maxLength": 9} for at in range(200)}
+        names = {f"p{number}_{at}": {"type": "string", "maxLength": 9} for at in range(60)}
         yield asked("200 schemas at once", "json", {"type": "object", "properties": names}, max_tokens=4)
     for number in range(64):
         yield asked("64 slow grammars", "grammar", f'start: s\ns: s s | "a" | "b" | "" | "{number}"')
