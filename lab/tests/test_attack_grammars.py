@@ -7,12 +7,14 @@ import json
 
 import pytest
 
+from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.server.http.settings import MAX_BODY_BYTES
 from pensieve_lab.hostile.answers import Answers, answer_code
 from pensieve_lab.hostile.request import CHAT, COMPLETIONS
 from pensieve_lab.hostile.requests import hostile_requests
 from pensieve_lab.hostile.slices import LoopTimer, PartTimer, Slice, SliceLog, longest_ms, read_slices
-from pensieve_lab.hostile.summary import Attack, Limits, Run, problems, summary
+from pensieve_lab.hostile.summary import DEVICE_PARTS, Attack, Limits, Run, problems, summary
+from pensieve_lab.hostile.timed_worker import PARTS
 from pensieve_lab.hostile.watching import Gaps, gaps_of
 
 GAPS = Gaps(9, 1.0, 2.0, 3.0, 1, ())
@@ -71,6 +73,12 @@ def test_answers_that_are_no_typed_refusals_are_wrong():
     answers.add(404, b'{"error": {"code": "not_found"}}')
     answers.add(200, b'data: {"error": {"code": "internal_error"}}\n')
     assert len(answers.wrong) == 4 and answers.codes.total() == 10
+
+
+def test_the_parts_that_are_timed_exist():
+    for kind, names in PARTS.items():
+        assert all(callable(getattr(kind, name, None)) for name in names), kind
+    assert {part.rpartition(".")[2] for part in DEVICE_PARTS} == set(PARTS[ModelRunner])
 
 
 def test_a_part_is_timed_without_the_parts_within(tmp_path):

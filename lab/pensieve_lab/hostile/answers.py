@@ -39,7 +39,7 @@ class Answers:
         self.add(answer.status_code, answer.content)
 
     def add(self, status: int, body: bytes) -> None:
-        """Count an answer."""
+        """Count an answer, and whether it is wrong."""
         code = answer_code(status, body)
         self.codes[code] += 1
         is_refusal = status in _REFUSALS and " " in code

@@ -14,7 +14,8 @@ COMPLETIONS: Final = "/v1/completions"
 MODEL: Final = "chat"
 _MESSAGES: Final = ({"role": "user", "content": "Tell me about the sea."},)
 _WORD: Final = "word "
-_LONGEST_BODY: Final = 60_000  # bytes; a longer one that is no refusal holds 32,768 tokens or less
+_IN_PROMPT: Final = ("messages", "tools", "input")
+_LONGEST_PROMPT: Final = 60_000  # bytes; a longer one rarely fits into the context
 _SAME: Final = ("max_tokens", "n", "stream")
 
 
@@ -39,11 +40,13 @@ class HostileRequest(NamedTuple):
 def request(name: str, route: str, **fields: Any) -> HostileRequest:
     """Return a request with these fields.
 
-    Its control has the same prompt, or a message about as long as the body, and the same length and number of
-    replies. A body too long for the context has a short message instead, since no prompt is computed for it.
+    Its control has the same prompt, or a message about as long as the messages and tools, and the same length
+    and number of replies. It has a short message where these are too long for the context, since no prompt
+    is computed for them.
     """
     body = json.dumps({"model": MODEL, **fields}).encode()
-    num_words = len(body) // len(_WORD) if len(body) < _LONGEST_BODY else 8
+    num_bytes = sum(len(json.dumps(fields[key])) for key in _IN_PROMPT if key in fields)
+    num_words = num_bytes // len(_WORD) if num_bytes < _LONGEST_PROMPT else 8
     message = {"role": "user", "content": _WORD * num_words}
     prompt = {"prompt": fields["prompt"]} if "prompt" in fields else {"messages": [message]}
     same = {key: fields[key] for key in _SAME if key in fields}

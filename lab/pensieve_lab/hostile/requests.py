@@ -136,7 +136,7 @@ def _forms() -> Iterator[HostileRequest]:
     ):
         yield asked(f"grammar {' '.join(rules.split())[:24]}", "grammar", rules)
     for number in range(200):
-        names = {f"p{number}_{at}": {"type": "string", "maxLength": 9} for at in range(200)}
+        names = {f"p{number}_{at}": {"type": "string", "maxLength": 9} for at in range(60)}
         yield asked("200 schemas at once", "json", {"type": "object", "properties": names}, max_tokens=4)
     for number in range(64):
         yield asked("64 slow grammars", "grammar", f'start: s\ns: s s | "a" | "b" | "" | "{number}"')
@@ -183,7 +183,7 @@ def _messages() -> Iterator[HostileRequest]:
     yield chat("2,000 calls", messages=history('{"a": 1}', 2_000))
     yield chat("long arguments", messages=history(json.dumps({"a": "x" * 1_000_000})))
     yield chat("long number", messages=history('{"a": ' + "9" * 200_000 + "}"))
-    yield chat("4,096 messages", messages=[{"role": "user", "content": "a"}] * 4_096)
+    yield chat("1,500 messages", messages=[{"role": "user", "content": "a"}] * 1_500)
     yield chat("many parts", messages=[{"role": "user", "content": [{"type": "text", "text": "a"}] * 4_096}])
     for name in (
         "messages",

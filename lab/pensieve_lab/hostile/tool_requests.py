@@ -52,7 +52,7 @@ def _many() -> Iterator[HostileRequest]:
         strict = [_tool(f"t{at}", _object(a={"type": "string"}), strict=True) for at in range(200)]
         yield chat("200 tools, strict", tools=strict, max_tokens=64)
     for number in range(200):
-        names = {f"p{number}_{at}": {"type": "string", "maxLength": 9} for at in range(20)}
+        names = {f"p{number}_{at}": {"type": "string", "maxLength": 9} for at in range(8)}
         yield _called("200 schemas of tools at once", _object(**names), max_tokens=4)
     for size in (100_000, 1_000_000, 9_000_000):
         long = _tool("f", _object(a={"type": "string", "description": "x" * size}))
@@ -90,7 +90,7 @@ def _schemas() -> Iterator[HostileRequest]:
         part = {"$ref": f"#/$defs/d{at - 1}"}
         defs[f"d{at}"] = {"allOf": [part, {"anyOf": [part, part]}]}
     yield _called("tool, allOf explosion", {**_object(a={"$ref": "#/$defs/d29"}), "$defs": defs})
-    yield _called("tool, enum of 3,000", _object(a={"enum": [f"value {at}" for at in range(3_000)]}))
+    yield _called("tool, enum of 1,000", _object(a={"enum": [f"value {at}" for at in range(1_000)]}))
     yield _called("tool, maxLength 1,000,000", _object(a={"type": "string", "maxLength": 1_000_000}))
     yield _called("tool, minLength 1,000,000", _object(a={"type": "string", "minLength": 1_000_000}))
     for count in (100_000, 1_000_000):
@@ -110,7 +110,7 @@ def _names() -> Iterator[HostileRequest]:
         "tool, long name", tools=[_tool("n" * 128, _object(a={"type": "string"}))], tool_choice="required"
     )
     yield _called("tool, long property", _object(**{"p" * 50_000: {"type": "string"}}), max_tokens=200)
-    yield _called("tool, long const", _object(a={"const": "c" * 50_000}), max_tokens=200)
+    yield _called("tool, long const", _object(a={"const": "c" * 20_000}), max_tokens=200)
     yield _called("tool, marks in strings", _object(a={"enum": list(_MARKS)}), max_tokens=200)
     yield _called("tool, marks in names", _object(**{mark: {"type": "string"} for mark in _MARKS}))
     text = "".join(_MARKS) * 500
@@ -126,7 +126,8 @@ def _deep() -> Iterator[HostileRequest]:
     yield _called("tool, 200 objects deep", deep, max_tokens=900, stream=True)
     for depth in (1_000, 3_000, _DEEP):
         nested = '{"a":' * depth + "1" + "}" * depth
-        text = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "a"}]})[:-1]
+        body = {"model": MODEL, "max_tokens": 8, "messages": [{"role": "user", "content": "a"}]}
+        text = json.dumps(body)[:-1]
         call = f'{text},"tools":[{{"type":"function","function":{{"name":"f","parameters":{nested}}}}}]}}'
         yield raw(f"tool schema {depth} deep", CHAT, call.encode())
         strict = call.replace('"name":"f",', '"name":"f","strict":true,')

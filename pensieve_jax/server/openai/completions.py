@@ -64,6 +64,8 @@ from pensieve_jax.text.token_texts import Echo, TokenOffsets, echo_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
 _MAX_PROMPTS = 64
+MAX_PROMPTS_TOKENS: Final = 2**17
+"""Limit of the tokens of several prompts. The engine queues all of a request at once, at 0.3 us a token."""
 _ID_PREFIX = "cmpl-"
 _STORED_PREFIX = "resp_"  # stored completions have it too
 
@@ -247,6 +249,10 @@ class Completion:
             check_num_tokens(self._services, len(found[-1]), self._field(index))
             # Invalid ids never reach the engine.
             check_token_ids(self._field(index), found[-1], limits.vocab_size)
+        num_tokens = sum(map(len, found))
+        if len(found) > 1 and num_tokens > MAX_PROMPTS_TOKENS:
+            limit = f"at most {MAX_PROMPTS_TOKENS:,} tokens together; send several requests"
+            raise invalid_value("prompt", f"prompt has {num_tokens:,} tokens in all, but must have {limit}.")
         self._token_ids = found
         with renamed_fields(self.fields):
             params = choice_params(

@@ -8,6 +8,7 @@ import pytest
 
 from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.server.app import ROUTES
+from pensieve_jax.server.openai import completions
 from pensieve_jax.server.openai.completions import CompletionBody
 from pensieve_jax.text import Tokenizer
 from tests.server.fakes import MODEL, FakeEngine, Harness, ask, say
@@ -196,3 +197,15 @@ def test_a_scripted_turn_may_return_any_result():
     harness = Harness(ROUTES, FakeEngine(say("")))
     _, body = complete(harness, "a")
     assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 1
+
+
+def test_several_prompts_have_a_limit_of_tokens_together(monkeypatch):
+    """The engine queues all prompts of a request at once."""
+    monkeypatch.setattr(completions, "MAX_PROMPTS_TOKENS", 9)
+    harness = Harness(ROUTES)
+    assert complete(harness, [[65] * 4, [65] * 5])[0] == 200 and complete(harness, [65] * 20)[0] == 200
+    num_turns = len(harness.engine.turns)
+    status, body = complete(harness, [[65] * 5, [65] * 5])
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "invalid_value", "prompt")
+    assert "10 tokens in all, but must have at most 9 tokens together" in body["error"]["message"]
+    assert len(harness.engine.turns) == num_turns
