@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pensieve_jax.server.turns import tool_choice
+from pensieve_jax.text import reply_forms
 from pensieve_jax.text.tool_grammars import call_grammar
 from tests.server.fakes import ask
 from tests.server.openai.test_reasoning import events_of
@@ -85,7 +85,7 @@ def test_the_grammar_of_a_long_request_is_written_once_and_in_a_thread(
         threads.append(threading.current_thread())
         return call_grammar(*args, **kwargs)
 
-    monkeypatch.setattr(tool_choice, "call_grammar", noted)
+    monkeypatch.setattr(reply_forms, "call_grammar", noted)
     server = ScriptedServer(path, [ONE] * 3, HERMES)
     several = {"n": 3, "seed": 5} if route == "chat/completions" else {}
     body = {"messages": [USER], "tools": tools, "tool_choice": choice, "max_tokens": 9, "x": "x" * 30_000}
