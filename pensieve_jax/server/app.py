@@ -27,6 +27,7 @@ from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
@@ -94,6 +95,7 @@ def make_services(
         settings=settings,
         keys=keys,
         limits=TurnAdmission(engine, settings, clock.now),
+        ledger=Ledger(settings.resource_budgets(), has_keys=settings.api_keys_file is not None),
         metrics=metrics,
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer, settings),

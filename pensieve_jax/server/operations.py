@@ -36,7 +36,7 @@ from pensieve_jax.server.openai.schemas import ChatMessage, rendering
 from pensieve_jax.server.turns.checks import check_model, template_error
 from pensieve_jax.server.turns.sampling import TEMPLATE_FIELDS, UNSUPPORTED_TEMPLATE
 from pensieve_jax.server.turns.template import FunctionTool
-from pensieve_jax.server.workers import is_long, run_cpu
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.text.messages import check_results
 from pensieve_jax.version import __version__
@@ -77,7 +77,9 @@ async def metrics(call: HttpRequest) -> HttpResponse:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
             report.distributions = await services.engine.call("distributions")
-    return BytesResponse(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
+    return BytesResponse(
+        services.metrics.render(services.limits.num_waiting, services.ledger.usage()), CONTENT_TYPE
+    )
 
 
 async def list_models(call: HttpRequest) -> HttpResponse:
@@ -139,8 +141,8 @@ async def tokenize(call: HttpRequest) -> HttpResponse:
     body = await call.decode(TokenizeBody)
     services = call.services
     check_model(services, body.model)
-    in_thread = is_long(len(call.body), len(body.messages or ()))
-    return json_reply(await run_cpu(call.owner, in_thread, _tokenized, services, body))
+    estimate = WorkEstimate.of(len(call.body), len(body.messages or ()))
+    return json_reply(await services.run_cpu(call.owner, estimate, _tokenized, services, body))
 
 
 async def detokenize(call: HttpRequest) -> HttpResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+from collections import Counter
 
 import pytest
 
@@ -88,6 +89,52 @@ def test_abandoned_work_still_counts(tmp_path):
         finally:
             goes_on.set()
         await late
+
+    asyncio.run(scene())
+
+
+def test_the_first_job_of_a_key_waits_for_no_other_key():
+    """Two keys with long jobs took all threads, and a third one waited for them."""
+    goes_on, begun = threading.Event(), []
+
+    def work(owner: str) -> None:
+        begun.append(owner)
+        assert goes_on.wait(20)
+
+    async def scene() -> None:
+        slow = [
+            asyncio.ensure_future(run_cpu(owner, True, work, owner)) for owner in "abcd" for _ in range(3)
+        ]
+        try:
+            async with asyncio.timeout(10):
+                while len(begun) < NUM_THREADS + 2:
+                    await asyncio.sleep(0.001)
+                assert await run_cpu("e", True, len, begun) == NUM_THREADS + 2
+            assert Counter(begun) == {"a": 2, "b": 2, "c": 1, "d": 1}
+        finally:
+            goes_on.set()
+        await asyncio.gather(*slow)
+        assert Counter(begun) == dict.fromkeys("abcd", 3)
+
+    asyncio.run(scene())
+
+
+def test_a_job_that_waits_is_dropped_when_its_caller_leaves():
+    goes_on, begun = threading.Event(), []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        assert goes_on.wait(20)
+
+    async def scene() -> None:
+        jobs = [asyncio.ensure_future(run_cpu("a", True, work, number)) for number in range(SHARE + 2)]
+        while len(begun) < SHARE:
+            await asyncio.sleep(0.001)
+        jobs[SHARE].cancel()
+        await asyncio.wait([jobs[SHARE]])
+        goes_on.set()
+        await asyncio.gather(*jobs[:SHARE], jobs[-1])
+        assert sorted(begun) == [0, 1, SHARE + 1]
 
     asyncio.run(scene())
 

@@ -58,6 +58,7 @@ async def create_message(call: HttpRequest) -> HttpResponse:
     _check_version(call)
     body = await call.decode(MessagesBody)
     check_model(call.services, body.model)
+    call.charge_stream(body.stream)
     form = await asked_form(call, body)
     message = await call.run_cpu(NewMessage, call, body, form)
     running = await message.start()
@@ -66,7 +67,6 @@ async def create_message(call: HttpRequest) -> HttpResponse:
         return Events(
             message.events(running),
             heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
             on_end=running.close,
             heartbeat=PING,
         )

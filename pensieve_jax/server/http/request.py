@@ -17,7 +17,8 @@ from starlette.types import Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.workers import is_long, run_cpu
+from pensieve_jax.server.http.ledger import Ticket
+from pensieve_jax.server.workers import SOME_WORK, WorkEstimate
 
 if TYPE_CHECKING:
     from pensieve_jax.server.http.services import Services
@@ -52,7 +53,7 @@ class HttpRequest:
 
     Attributes:
         services: the server's services.
-        owner: the owner of its key; "" if the server has no keys.
+        ticket: what it holds; it is closed when the answer has been sent.
         path: its path parameters.
         query, headers: its query parameters and headers.
         body: the whole body; b"" for methods without one.
@@ -61,13 +62,18 @@ class HttpRequest:
     """
 
     services: Services
-    owner: str
+    ticket: Ticket
     path: Mapping[str, str]
     query: QueryParams
     headers: Headers
     body: bytes
     notes: RequestNotes
     receive: Receive
+
+    @property
+    def owner(self) -> str:
+        """The owner of its key; "" if the server has no keys."""
+        return self.ticket.owner
 
     async def decode[T](self, kind: type[T]) -> T:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
@@ -76,9 +82,19 @@ class HttpRequest:
         self.notes.ignored_fields = ignored
         return value
 
+    def charge_stream(self, is_streamed: bool | None) -> None:
+        """Charge an answer that is streamed, before its work begins; raise ApiError 429."""
+        if is_streamed:
+            self.ticket.charge("streams", 1)
+
     async def run_cpu[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work`, whose time grows with the body: in a thread if the body is long."""
-        return await run_cpu(self.owner, is_long(len(self.body)), work, *args, **kwargs)
+        estimate = WorkEstimate.of(len(self.body))
+        return await self.services.run_cpu(self.owner, estimate, work, *args, **kwargs)
+
+    async def run_long[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work`, which may take long whatever the body, in a thread."""
+        return await self.services.run_cpu(self.owner, SOME_WORK, work, *args, **kwargs)
 
     async def read[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work`, which reads the history; see `Services.read`."""

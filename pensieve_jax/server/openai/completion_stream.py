@@ -21,7 +21,7 @@ from pensieve_jax.server.http.replies import DONE, Events, HttpResponse, encode_
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.run import RunningTurns, merged
 from pensieve_jax.server.turns.sampling import SamplingFields
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import SOME_WORK, WorkEstimate
 
 
 class WireFormat(Protocol):
@@ -66,7 +66,6 @@ async def reply_in(
         return Events(
             _chunks(wire_format, running, includes_usage=body.includes_usage),
             heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
             on_end=running.close,
         )
     try:
@@ -74,7 +73,7 @@ async def reply_in(
             outputs = await call.unless_gone(running.results())
         usage = wire_format.record_usage(outputs)
         # A prompt may have thousands of tokens, each with its texts.
-        work = WorkEstimate(any(output.prompt_logprobs is not None for output in outputs))
+        work = SOME_WORK if any(output.prompt_logprobs is not None for output in outputs) else WorkEstimate(0)
         whole = await call.services.run_cpu(call.owner, work, wire_format.response, outputs)
         return json_reply({**whole, "usage": usage})
     finally:

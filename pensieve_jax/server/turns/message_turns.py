@@ -29,7 +29,7 @@ from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
-from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
@@ -136,7 +136,7 @@ class MessageTurns:
 
     async def _run_cpu(self, work: Callable[[Memory], ResolvedContext], memory: Memory) -> ResolvedContext:
         messages = self._messages
-        estimate = WorkEstimate(is_long(self._num_characters, len(messages)), has_reply(messages))
+        estimate = WorkEstimate.of(self._num_characters, len(messages), asks_history=has_reply(messages))
         return await self._services.run_cpu(self._owner, estimate, work, memory)
 
     def _find(self, memory: Memory) -> ResolvedContext:

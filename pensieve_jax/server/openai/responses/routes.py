@@ -70,6 +70,7 @@ class Responses:
         streams = call.query.get("stream", "false").lower() == "true"
         if not streams and call.query.get("starting_after") is not None:
             raise invalid_value("starting_after", "starting_after needs stream=true.")
+        call.charge_stream(streams)
         run = self.background.find(call.owner, response_id)
         if run is None or run.head is None or run.has_ended:
             history = call.services.history
