@@ -30,6 +30,7 @@ from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.http.text_processes import TextProcesses
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.openai import chat, completions
 from pensieve_jax.server.openai.responses.conversations import Conversations
@@ -69,6 +70,8 @@ def make_application(
             try:
                 yield
             finally:
+                if services.texts is not None:
+                    services.texts.close()
                 if services.tracing is not None:  # closing waits for the network
                     await asyncio.to_thread(services.tracing.close)
 
@@ -87,6 +90,9 @@ def make_services(
     info = engine.info
     tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
     clock = WallClock()
+    texts = None
+    if tokenizer is not None:
+        texts = tokenizer.long_texts = TextProcesses(tokenizer.as_json())
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.slot_bytes = info.slot_bytes
     index = TurnIndex(HistoryTurns(history, ReplyReader(tokenizer)), max_bytes=settings.max_index_bytes)
@@ -113,6 +119,7 @@ def make_services(
         now_s=clock.now,
         started_at=int(clock.now()),
         tracing=_tracing(settings, info.model_name),
+        texts=texts,
         tables={"turns_remembered": lambda: len(index), "turn_bytes_remembered": lambda: index.num_bytes},
     )
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 
 from pensieve_jax.core.errors import (
     ChatTemplateError,
+    ContextLengthError,
     InvalidRequestError,
     PensieveError,
     TokenizerMissingError,
@@ -33,7 +34,7 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage, rendering
-from pensieve_jax.server.turns.checks import check_model, template_error
+from pensieve_jax.server.turns.checks import check_model, context_token_limit, template_error
 from pensieve_jax.server.turns.sampling import TEMPLATE_FIELDS, UNSUPPORTED_TEMPLATE
 from pensieve_jax.server.turns.template import FunctionTool
 from pensieve_jax.server.workers import WorkEstimate
@@ -177,6 +178,7 @@ def _text(services: Services, token_ids: list[int]) -> str:
 def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
     if services.tokenizer is None:
         raise TokenizerMissingError
+    token_limit = context_token_limit(services)  # a text that no turn could have is not read to its end
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "Either prompt or messages must be given.")
     if body.messages is not None:
@@ -187,13 +189,19 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         check_results(messages)
         try:
             return chat_format.token_ids(
-                services.resolver.with_known_roles(messages), template_input=template_input
+                services.resolver.with_known_roles(messages),
+                template_input=template_input,
+                token_limit=token_limit,
             )
         except ChatTemplateError as error:
             raise template_error(error, messages, "messages") from error
     assert body.prompt is not None
     try:
-        return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens is not False)
+        return services.tokenizer.encode(
+            body.prompt, add_bos=body.add_special_tokens is not False, token_limit=token_limit
+        )
+    except ContextLengthError:
+        raise
     except InvalidRequestError as error:
         raise invalid_value("prompt", str(error)) from error
 

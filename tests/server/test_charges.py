@@ -117,3 +117,27 @@ def test_a_client_that_reads_nothing_of_a_long_answer_is_disconnected():
             await BytesResponse(b"x" * 300_000, "text/plain").send(receive, send, 0.01)
 
     asyncio.run(scenario())
+
+
+FAR = "a" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": FAR}),
+        ("/tokenize", {"messages": [{"role": "user", "content": FAR}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": FAR}]}),
+        ("/v1/responses/input_tokens", {"input": FAR}),
+    ],
+)
+def test_counting_tokens_reads_no_more_text_than_a_turn_could_have(tmp_path, path, body):
+    async def scenario() -> tuple[int, bytes]:
+        with closing(StoredServer(tmp_path / "history", say("ok"))) as server:
+            limit = server.harness.services.engine.info.limits.max_context_tokens
+            assert limit < len(FAR) // 20
+            status, _, raw = await server.harness.open("POST", path, body).whole()
+            return status, raw
+
+    status, raw = asyncio.run(scenario())
+    assert status == 400 and b"far more than" in raw, raw

@@ -77,8 +77,12 @@ class HttpRequest:
 
     async def decode[T](self, kind: type[T]) -> T:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
-        offers = self.services.settings.tools
-        value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
+        offers, texts = self.services.settings.tools, self.services.texts
+        if texts is not None and len(self.body) >= texts.min_characters:
+            value, ignored, num_values = await self.run_cpu(texts.decode_body, self.body, kind, offers)
+            self.ticket.charge("json_values", num_values)
+        else:
+            value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
         self.notes.ignored_fields = ignored
         return value
 

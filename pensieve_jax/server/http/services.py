@@ -16,6 +16,7 @@ from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.http.text_processes import TextProcesses
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.workers import WorkEstimate, run_cpu, run_io
 from pensieve_jax.text import ChatFormat, Tokenizer
@@ -45,6 +46,7 @@ class Services:
       tracing: makes spans of turns; None makes none.
       now_s: clock in seconds since the Unix epoch.
       started_at: when the server started.
+      texts: processes for long texts and bodies; None reads them here.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
     """
 
@@ -63,6 +65,7 @@ class Services:
     now_s: Callable[[], float]
     started_at: int
     tracing: Tracing | None = None
+    texts: TextProcesses | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
 
     @property

@@ -123,8 +123,9 @@ class MessageTurns:
         return usage
 
     async def num_context_tokens(self) -> int:
-        """Return the number of tokens of the context, however long it is; raise ApiError."""
-        resolved = await self._run_cpu(partial(self._resolve, token_limit=None), Memory.ALL)
+        """Return the number of tokens of the context; raise ApiError, also if it is far beyond the limit."""
+        limit = context_token_limit(self._services)
+        resolved = await self._run_cpu(partial(self._resolve, token_limit=limit), Memory.ALL)
         return resolved.num_context_tokens
 
     def parts(self, index: int, text: str) -> ReplyParts:

@@ -1,0 +1,94 @@
+"""Encodes long texts and reads long bodies: `python -m pensieve_jax.server.http.text_worker FD BYTES`.
+
+Owns: the process's limit of memory, and the loop that answers one request after the other.
+Does not know: who asks, or how long it waits. Called by `server.http.text_processes`, which starts it.
+
+A library that gets no memory aborts the process, and one that takes minutes cannot be interrupted. Here both
+end one request.
+"""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import sys
+from array import array
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import msgspec
+import tokenizers
+
+from pensieve_jax.server.http.bodies import decode_body
+from pensieve_jax.server.http.errors import ApiError
+
+MAX_VALUES: Final = 400_000
+"""Values of one body, so that the server, whose event loop waits, reads them in less than 50 ms."""
+
+
+def main() -> None:
+    """Answer requests until the other end of the connection is closed."""
+    connection = Connection(int(sys.argv[1]))
+    backend = tokenizers.Tokenizer.from_str(connection.recv_bytes().decode())
+    _limit_memory(int(sys.argv[2]))
+    while True:
+        try:
+            kind, *arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(pickle.dumps(_answer(backend, kind, arguments), pickle.HIGHEST_PROTOCOL))
+
+
+def _answer(backend: tokenizers.Tokenizer, kind: str, arguments: list[Any]) -> Any:
+    """Return the answer to a request, or the exception that it ends with."""
+    try:
+        match kind:
+            case "encode":
+                (encoding,) = backend.encode_batch_fast(arguments, add_special_tokens=False)
+                return array("I", encoding.ids)
+            case "offsets":
+                (encoding,) = backend.encode_batch(arguments, add_special_tokens=False)
+                return array("I", [start for start, _ in encoding.offsets])
+            case "decode_body":
+                body, struct, offers = arguments
+                decoded, ignored = decode_body(body, struct, offers=offers)
+                num_values = number_of_values(decoded)
+                if num_values > MAX_VALUES:
+                    sentence = f"The body has {num_values} values, but must have at most {MAX_VALUES}."
+                    raise ApiError(413, "request_too_large", sentence)
+                return decoded, ignored, num_values
+            case _:
+                raise AssertionError(kind)
+    except (UnicodeEncodeError, TypeError, ApiError) as error:
+        return error
+
+
+def number_of_values(decoded: Any) -> int:
+    """Return the number of values in a decoded body; ten numbers count as one, since they are read faster."""
+    num_values = num_numbers = 0
+    waiting = [decoded]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, int | float):
+            num_numbers += 1
+            continue
+        num_values += 1
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+        elif isinstance(value, msgspec.Struct):
+            waiting += msgspec.structs.astuple(value)
+    return num_values + num_numbers // 10
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Limit the address space to what the process has now and `num_bytes` more."""
+    with open("/proc/self/statm") as statm:
+        num_pages = int(statm.read().split()[0])
+    most = num_pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+if __name__ == "__main__":
+    main()
