@@ -170,6 +170,10 @@ def _tokenized(services: Services, body: TokenizeBody) -> dict[str, Any]:
 def _text(services: Services, token_ids: list[int]) -> str:
     if services.tokenizer is None:
         raise TokenizerMissingError
+    most = services.engine.info.limits.max_context_tokens
+    if len(token_ids) > most:
+        sentence = f"tokens has {len(token_ids)} ids, but must have at most {most}, as a context has."
+        raise invalid_value("tokens", sentence)
     if token_ids:
         check_token_ids("tokens", token_ids, services.engine.info.limits.vocab_size)
     return services.tokenizer.decode_raw(token_ids)

@@ -141,3 +141,15 @@ def test_counting_tokens_reads_no_more_text_than_a_turn_could_have(tmp_path, pat
 
     status, raw = asyncio.run(scenario())
     assert status == 400 and b"far more than" in raw, raw
+
+
+def test_more_ids_than_a_context_has_are_not_decoded():
+    async def scenario() -> None:
+        harness = Harness(ROUTES)
+        most = harness.services.engine.info.limits.max_context_tokens
+        for count, expected in ((most, 200), (most + 1, 400)):
+            status, _, raw = await harness.open("POST", "/detokenize", {"tokens": [97] * count}).whole()
+            assert status == expected
+        assert json.loads(raw)["error"]["param"] == "tokens" and f"at most {most}" in raw.decode()
+
+    asyncio.run(scenario())

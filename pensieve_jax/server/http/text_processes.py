@@ -20,9 +20,9 @@ from pensieve_jax.server.http.bodies import Offers
 from pensieve_jax.server.http.errors import ApiError
 
 WORKER: Final = "pensieve_jax.server.http.text_worker"
-MIN_LONG: Final = 2**18
-"""Characters of a text, or bytes of a body, from which on a process reads it. Shorter ones take a few tens of
-milliseconds and megabytes."""
+MIN_LONG: Final = 2**16
+"""Characters of a text, or bytes of a body, from which on a process reads it. Shorter ones take some ten
+milliseconds and some ten megabytes."""
 NUM_PROCESSES: Final = 2
 TIME_LIMIT_S: Final = 10.0
 """Limit of one request. A million characters of usual text take half a second."""
@@ -70,6 +70,11 @@ class TextProcesses:
         """
         decoded: tuple[T, tuple[str, ...], int] = self._ask("The body", "decode_body", body, kind, offers)
         return decoded
+
+    def start(self) -> None:
+        """Start the first process, so that the first long text need not wait for it."""
+        process = self._idle.get()
+        self._idle.put(process or _Process(self._tokenizer_json, self._memory_bytes))
 
     def close(self) -> None:
         """End all processes. No other call may run or follow."""

@@ -139,7 +139,7 @@ LONG = [
         {"decode_body", "encode", "text_after"},
     ),
     ("/tokenize", {"messages": MANY}, {"turn_prompt"}),
-    ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
+    ("/detokenize", {"tokens": [97], "unknown": LONG_TEXT}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_prompt"}),
     (RESPONSES, {"input": MANY}, {"parse_input", "turn_prompt"}),
     (COUNT, {"input": MANY}, {"parse_input", "turn_prompt"}),
