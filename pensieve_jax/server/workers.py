@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any, Final, NamedTuple, Self
 
 from pensieve_jax.server.fair_queue import FairQueue
@@ -98,6 +99,7 @@ class _CpuThreads:
             return await result
         finally:
             self._queue.remove(owner, entry)
+            del result, entry, job  # a failure's traceback has this frame: no cycle may keep its texts
 
     def _may_begin(self, owner: str) -> bool:
         num_running = self._running.total()
@@ -109,10 +111,15 @@ class _CpuThreads:
         while (owner := self._queue.first_owner(self._may_begin)) is not None:
             result, job = self._queue.take(self._may_begin)
             self._running[owner] += 1
-            _threads.submit(self._run, owner, result, job)
+            _threads.submit(self._run, owner, [(result, job)])
 
-    def _run(self, owner: str, result: asyncio.Future[Any], job: Callable[[], Any]) -> None:
-        """Run a job in a thread and report its end to the event loop."""
+    def _run(self, owner: str, work: list[tuple[asyncio.Future[Any], Callable[[], Any]]]) -> None:
+        """Run the job in `work` in a thread, and report its end to the event loop.
+
+        The job is taken out of `work`, since the pool's frames, which the traceback of a failure has, keep
+        the arguments.
+        """
+        result, job = work.pop()
         began_s = time.perf_counter()
         try:
             outcome = partial(result.set_result, job())
@@ -121,6 +128,7 @@ class _CpuThreads:
         with suppress(RuntimeError):  # the loop is closed, so no caller waits
             seconds = time.perf_counter() - began_s
             result.get_loop().call_soon_threadsafe(self._end, owner, result, outcome, seconds)
+        del result, outcome, job  # as in `run`
 
     def _end(
         self, owner: str, result: asyncio.Future[Any], outcome: Callable[[], None], seconds: float
@@ -167,22 +175,25 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
     # A `ThreadPoolExecutor` would wait for its threads when the process exits, so each work gets a daemon
     # thread of its own, and the semaphores limit their number. A thread counts until it ends, even if its
     # caller was cancelled before.
-    result = loop.create_future()
+    # Only this list has the result's future, and only until the end: a failure's traceback has these frames,
+    # and no cycle may keep what the work was about.
+    waiting: list[asyncio.Future[T]] = [loop.create_future()]
 
-    def finish(outcome: Callable[[], None]) -> None:
+    def finish(outcome: Callable[[asyncio.Future[T]], None]) -> None:
         slots.release()
         share.release()
+        result = waiting.pop()
         if not result.done():
-            outcome()
+            outcome(result)
 
     def run() -> None:
         try:
-            outcome = partial(result.set_result, work(*args, **kwargs))
+            outcome = methodcaller("set_result", work(*args, **kwargs))
         except BaseException as error:  # raised again where the caller awaits it
-            outcome = partial(result.set_exception, error)
+            outcome = methodcaller("set_exception", error)
         with suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(finish, outcome)
+        del outcome
 
     threading.Thread(target=run, name="io-work", daemon=True).start()
-    found: T = await result
-    return found
+    return await waiting[0]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
+import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 
 from pensieve_jax.server.cache_view import ROUTES
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.workers import NUM_THREADS, SHARE, run_cpu
+from pensieve_jax.server.workers import NUM_THREADS, SHARE, run_cpu, run_io
 from tests.server.fakes import Harness
 
 
@@ -160,3 +163,33 @@ def test_an_error_in_a_thread_is_raised_and_the_thread_is_returned(owner):
                 await run_cpu(owner, True, fail)
 
     asyncio.run(scene())
+
+
+class Text:
+    """A long text, which a test can see go."""
+
+
+@pytest.mark.parametrize("run", [partial(run_cpu, "ann", True), partial(run_io, "ann")])
+def test_a_failed_job_keeps_nothing_alive(run):
+    """Its traceback held the frames that held it, until the garbage collector ran, which may be never."""
+
+    def fail(text: Text) -> None:
+        raise KeyError("expected")
+
+    async def attempt(text: Text) -> None:
+        await run(fail, text)
+
+    async def scene() -> None:
+        text = Text()
+        gone = weakref.ref(text)
+        with pytest.raises(KeyError):
+            await attempt(text)
+        del text
+        await asyncio.sleep(0.01)
+        assert gone() is None, gc.get_referrers(gone())
+
+    gc.disable()
+    try:
+        asyncio.run(scene())
+    finally:
+        gc.enable()

@@ -118,6 +118,7 @@ class HttpRequest:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+            del task, watch, work  # a failure's traceback has this frame: no cycle may keep what it holds
 
 
 async def until_disconnect(receive: Receive) -> None:

@@ -102,9 +102,12 @@ class TextProcesses:
                 raise ApiError(413, "request_too_large", sentence) from error
         finally:
             self._idle.put(process)
-        if isinstance(answer, BaseException):
+        if not isinstance(answer, BaseException):
+            return answer
+        try:
             raise answer
-        return answer
+        finally:
+            del answer, request  # its traceback has this frame: no cycle may keep the text
 
 
 class _Process:
