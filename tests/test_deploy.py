@@ -15,12 +15,14 @@ from pensieve_jax.commands import serve
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.connections import HEAD_S, MAX_HEAD_BYTES
+from pensieve_jax.server.http.ledger import DEFAULTS
 from pensieve_jax.server.http.settings import MAX_BODY_BYTES, ServerSettings
 from pensieve_jax.server.main import EXIT_DAMAGED, EXIT_ENDED
 from tests.launching import ROOT, Launch
 
 DEPLOY = ROOT / "deploy"
 PAGE = ROOT / "docs" / "server.md"
+LIMITS = ROOT / "docs" / "limits.md"
 FILES = [*sorted(DEPLOY.iterdir()), PAGE]
 _FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:_[a-z]+)+|model|host|port|history)(?==|`|\s)")
 
@@ -104,7 +106,7 @@ def test_the_container_has_kuberays_probe_commands() -> None:
 
 
 def test_routes_and_limits_of_the_page_match_the_server() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page, limits = PAGE.read_text(encoding="utf-8"), LIMITS.read_text(encoding="utf-8")
     paths = {route.path for route in ROUTES}
     assert set(re.findall(r"^\| `(/\w+)` \|", page, re.M)) <= paths
     settings = ServerSettings()
@@ -116,8 +118,16 @@ def test_routes_and_limits_of_the_page_match_the_server() -> None:
         f"| a client that reads nothing of its stream | {settings.stall_timeout_s:g} s |",
         f"| a silent stream | {settings.heartbeat_s:g} s |",
     ):
-        assert words in page
+        assert words in limits
+    for resource, budget in DEFAULTS.items():
+        row = re.search(rf"^\| `{resource}`: [^|]* \| ([^|]*) \| ([^|]*) \|$", limits, re.M)
+        assert row is not None and [_number(words) for words in row.groups()] == [budget.total, budget.of_key]
     assert settings.queue_per_running == 2, "the page says twice `max_num_running`"
+
+
+def _number(words: str) -> int:
+    number, _, unit = words.replace(",", "").partition(" ")
+    return int(number) * {"": 1, "Mi": 2**20, "MiB": 2**20}[unit]
 
 
 def test_nginx_always_passes_the_servers_name() -> None:

@@ -185,8 +185,21 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         reasoning_parser=FLAGS.reasoning_parser,
         drain_s=FLAGS.drain_s,
         max_in_flight_per_key=FLAGS.max_turns_per_key,
+        budgets=_amounts("budgets"),
+        key_budgets=_amounts("key_budgets"),
         is_routed=is_routed,
     )
+
+
+def _amounts(flag: str) -> dict[str, int]:
+    """Return the numbers of a flag with entries NAME=NUMBER; raise ConfigError for other entries."""
+    found: dict[str, int] = {}
+    for entry in FLAGS[flag].value or ():
+        name, _, amount = entry.partition("=")
+        if not amount.isdecimal():
+            raise ConfigError(f"--{flag}", entry, "NAME=NUMBER, such as maps=100")
+        found[name] = int(amount)
+    return found
 
 
 def sizes_in_words(info: EngineInfo) -> str:
@@ -235,6 +248,10 @@ def define_flags() -> None:
         "Handling of requests that offer tools to the model.",
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
+    flags.DEFINE_list(
+        "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/server.md has the names."
+    )
+    flags.DEFINE_list("key_budgets", [], "What the requests of one key may hold, as --budgets.")
     flags.DEFINE_integer(
         "max_index_bytes", 256 * 2**20, "Memory for the index of turns that recognizes resent messages."
     )

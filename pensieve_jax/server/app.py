@@ -20,6 +20,7 @@ from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server import cache_view, operations, page
+from pensieve_jax.server.allocator import return_free_memory, return_large_blocks
 from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
@@ -27,8 +28,10 @@ from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.http.text_processes import TextProcesses
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.openai import chat, completions
 from pensieve_jax.server.openai.responses.conversations import Conversations
@@ -64,10 +67,17 @@ def make_application(
 
     @asynccontextmanager
     async def reading() -> AsyncIterator[None]:
+        return_large_blocks()
+        if services.texts is not None:
+            services.texts.start()
+        trimming = asyncio.create_task(return_free_memory())
         with closing(reader):
             try:
                 yield
             finally:
+                trimming.cancel()
+                if services.texts is not None:
+                    services.texts.close()
                 if services.tracing is not None:  # closing waits for the network
                     await asyncio.to_thread(services.tracing.close)
 
@@ -86,6 +96,9 @@ def make_services(
     info = engine.info
     tokenizer = source_tokenizer(info.source, info.limits.vocab_size)
     clock = WallClock()
+    texts = None
+    if tokenizer is not None:
+        texts = tokenizer.long_texts = TextProcesses(tokenizer.as_json())
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.slot_bytes = info.slot_bytes
     index = TurnIndex(HistoryTurns(history, ReplyReader(tokenizer)), max_bytes=settings.max_index_bytes)
@@ -94,6 +107,7 @@ def make_services(
         settings=settings,
         keys=keys,
         limits=TurnAdmission(engine, settings, clock.now),
+        ledger=Ledger(settings.resource_budgets(), has_keys=settings.api_keys_file is not None),
         metrics=metrics,
         tokenizer=tokenizer,
         chat_format=_chat_format(tokenizer, settings),
@@ -111,6 +125,7 @@ def make_services(
         now_s=clock.now,
         started_at=int(clock.now()),
         tracing=_tracing(settings, info.model_name),
+        texts=texts,
         tables={"turns_remembered": lambda: len(index), "turn_bytes_remembered": lambda: index.num_bytes},
     )
 

@@ -15,18 +15,14 @@ from pensieve_jax.core.errors import InvalidRequestError, UnknownTurnError
 from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import ApiError, not_found, rate_limited
+from pensieve_jax.server.http.errors import ApiError, not_found
 from pensieve_jax.server.http.pagination import limit_of
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.sampling import token_sources
-from pensieve_jax.server.workers import run_cpu
 
 _PERIOD_S: Final = 0.25
 """Interval between two maps of a stream."""
-MAX_STREAMS: Final = 8
-"""Limit of concurrent map streams per owner."""
-_RETRY_S: Final = 30
 _NUM_TREES: Final = 100
 _MAX_TREES: Final = 1000
 _MAX_TURNS: Final = 1000
@@ -51,25 +47,9 @@ async def _watched_maps(call: HttpRequest) -> Events:
 
     The first map is fetched before any byte is sent, so an engine error still becomes an HTTP status.
     """
-    services, owner = call.services, call.owner
-    if services.map_streams[owner] >= MAX_STREAMS:
-        sentence = f"A key may watch {MAX_STREAMS} maps at a time; close one of them."
-        raise rate_limited(sentence, _RETRY_S)
-    services.map_streams[owner] += 1
-
-    async def over() -> None:
-        services.map_streams[owner] -= 1
-        if not services.map_streams[owner]:
-            del services.map_streams[owner]
-
-    first = None
-    try:
-        first = await call.unless_gone(_map(call))
-    finally:
-        if first is None:
-            await over()
-    settings = services.settings
-    return Events(_maps(call, first), settings.heartbeat_s, settings.stall_timeout_s, over)
+    call.ticket.charge("maps", 1)
+    first = await call.unless_gone(_map(call))
+    return Events(_maps(call, first), call.services.settings.heartbeat_s)
 
 
 async def _maps(call: HttpRequest, first: dict[str, Any]) -> AsyncGenerator[bytes]:
@@ -114,7 +94,7 @@ async def explain(call: HttpRequest) -> HttpResponse:
         raise ApiError(400, "missing_required_parameter", sentence, param="response_id")
     explanation = await _of_turn(call, "explain_turn", response_id)
     # A long context has tens of thousands of chunks.
-    return await run_cpu(call.owner, True, _explained, response_id, explanation, call.services.now_s())
+    return await call.run_long(_explained, response_id, explanation, call.services.now_s())
 
 
 def _explained(response_id: str, explanation: dict[str, Any], now_s: float) -> HttpResponse:
@@ -166,7 +146,7 @@ async def trees(call: HttpRequest) -> HttpResponse:
 
     `limit` defaults to 100 and is at most 1,000.
     """
-    return await run_cpu(call.owner, True, _list_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
+    return await call.run_long(_list_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
 
 
 async def tree(call: HttpRequest) -> HttpResponse:
@@ -174,7 +154,7 @@ async def tree(call: HttpRequest) -> HttpResponse:
 
     Each distinct `instructions` text is listed once, in order of first use. A turn has its index in the list.
     """
-    return await run_cpu(call.owner, True, _get_tree, call)
+    return await call.run_long(_get_tree, call)
 
 
 def _list_trees(call: HttpRequest, limit: int) -> HttpResponse:

@@ -111,11 +111,21 @@ class Metrics:
             "pensieve:requests_refused", "Requests answered with 429 or 503.", "code"
         )
         self._front_waiting = self._gauge("pensieve:front_waiting", "Turns in the front end's queue.")
+        self._held = self._gauge("pensieve:budget_held", "What open requests hold of a resource.", "resource")
+        self._budget = self._gauge("pensieve:budget", "What requests may hold of a resource.", "resource")
         self._num_deltas = self._num_delta_tokens = 0
 
-    def render(self, num_waiting: int = 0) -> bytes:
-        """Return the body of `/metrics`; `num_waiting` turns wait in the front end's queue."""
+    def render(self, num_waiting: int = 0, budgets: Mapping[str, tuple[int, int]] | None = None) -> bytes:
+        """Return the body of `/metrics`.
+
+        Args:
+          num_waiting: turns in the front end's queue.
+          budgets: what is held of each resource, and its budget.
+        """
         self._front_waiting.set(num_waiting)
+        for resource, (held, total) in (budgets or {}).items():
+            self._child(self._held, resource).set(held)
+            self._child(self._budget, resource).set(total)
         self.engine.num_in_front = num_waiting
         if self._num_deltas:
             self._merge_ratio.set(self._num_delta_tokens / self._num_deltas)
@@ -201,8 +211,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Any:
         return self._made(Counter(name, text, ("model_name", *labels), registry=self.registry), labels)
 
-    def _gauge(self, name: str, text: str) -> Any:
-        return self._made(Gauge(name, text, ("model_name",), registry=self.registry), ())
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:
+        return self._made(Gauge(name, text, ("model_name", *labels), registry=self.registry), labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
         made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)

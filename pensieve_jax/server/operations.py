@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 
 from pensieve_jax.core.errors import (
     ChatTemplateError,
+    ContextLengthError,
     InvalidRequestError,
     PensieveError,
     TokenizerMissingError,
@@ -33,10 +34,10 @@ from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import CONTENT_TYPE
 from pensieve_jax.server.openai.schemas import ChatMessage, rendering
-from pensieve_jax.server.turns.checks import check_model, template_error
+from pensieve_jax.server.turns.checks import check_model, context_token_limit, template_error
 from pensieve_jax.server.turns.sampling import TEMPLATE_FIELDS, UNSUPPORTED_TEMPLATE
 from pensieve_jax.server.turns.template import FunctionTool
-from pensieve_jax.server.workers import is_long, run_cpu
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.text.messages import check_results
 from pensieve_jax.version import __version__
@@ -77,7 +78,9 @@ async def metrics(call: HttpRequest) -> HttpResponse:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
             report.distributions = await services.engine.call("distributions")
-    return BytesResponse(services.metrics.render(services.limits.num_waiting), CONTENT_TYPE)
+    return BytesResponse(
+        services.metrics.render(services.limits.num_waiting, services.ledger.usage()), CONTENT_TYPE
+    )
 
 
 async def list_models(call: HttpRequest) -> HttpResponse:
@@ -139,8 +142,8 @@ async def tokenize(call: HttpRequest) -> HttpResponse:
     body = await call.decode(TokenizeBody)
     services = call.services
     check_model(services, body.model)
-    in_thread = is_long(len(call.body), len(body.messages or ()))
-    return json_reply(await run_cpu(call.owner, in_thread, _tokenized, services, body))
+    estimate = WorkEstimate.of(len(call.body), len(body.messages or ()))
+    return json_reply(await services.run_cpu(call.owner, estimate, _tokenized, services, body))
 
 
 async def detokenize(call: HttpRequest) -> HttpResponse:
@@ -167,6 +170,10 @@ def _tokenized(services: Services, body: TokenizeBody) -> dict[str, Any]:
 def _text(services: Services, token_ids: list[int]) -> str:
     if services.tokenizer is None:
         raise TokenizerMissingError
+    most = services.engine.info.limits.max_context_tokens
+    if len(token_ids) > most:
+        sentence = f"tokens has {len(token_ids)} ids, but must have at most {most}, as a context has."
+        raise invalid_value("tokens", sentence)
     if token_ids:
         check_token_ids("tokens", token_ids, services.engine.info.limits.vocab_size)
     return services.tokenizer.decode_raw(token_ids)
@@ -175,6 +182,7 @@ def _text(services: Services, token_ids: list[int]) -> str:
 def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
     if services.tokenizer is None:
         raise TokenizerMissingError
+    token_limit = context_token_limit(services)  # a text that no turn could have is not read to its end
     if (body.prompt is None) == (body.messages is None):
         raise invalid_value("prompt", "Either prompt or messages must be given.")
     if body.messages is not None:
@@ -185,13 +193,19 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         check_results(messages)
         try:
             return chat_format.token_ids(
-                services.resolver.with_known_roles(messages), template_input=template_input
+                services.resolver.with_known_roles(messages),
+                template_input=template_input,
+                token_limit=token_limit,
             )
         except ChatTemplateError as error:
             raise template_error(error, messages, "messages") from error
     assert body.prompt is not None
     try:
-        return services.tokenizer.encode(body.prompt, add_bos=body.add_special_tokens is not False)
+        return services.tokenizer.encode(
+            body.prompt, add_bos=body.add_special_tokens is not False, token_limit=token_limit
+        )
+    except ContextLengthError:
+        raise
     except InvalidRequestError as error:
         raise invalid_value("prompt", str(error)) from error
 

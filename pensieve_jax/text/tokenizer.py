@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import tokenizers
 from tokenizers import AddedToken
@@ -44,6 +44,24 @@ def byte_characters() -> list[str]:
 _BYTES_BY_CHARACTER: Final = {character: byte for byte, character in enumerate(byte_characters())}
 
 
+class LongTexts(Protocol):
+    """Encodes long texts elsewhere, since they may take much memory and time.
+
+    Attributes:
+      min_characters: a text of at least this length is long.
+    """
+
+    min_characters: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text as the backend does; raise what it raises."""
+        ...
+
+    def offsets(self, text: str) -> list[int]:
+        """Return where the tokens of a text begin, in characters; raise what the backend raises."""
+        ...
+
+
 class Tokenizer:
     """A `tokenizers.Tokenizer` with the conventions of one model. Immutable; threads may share it.
 
@@ -56,6 +74,7 @@ class Tokenizer:
       special_ids: ids that decode to no text (control tokens, bos and eos).
       special_tokens: texts of the named special tokens (bos_token, pad_token, ...) by name.
       chat_template: Jinja source, or None.
+      long_texts: encodes long texts; None encodes them here. It may be set before threads share it.
     """
 
     def __init__(
@@ -83,6 +102,7 @@ class Tokenizer:
             [AddedToken(token, special=True) for token in ends if backend.token_to_id(token) is not None],
         )
         self._backend = backend
+        self.long_texts: LongTexts | None = None
         self.bos_id: int | None = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         self.bos_token = None if self.bos_id is None else bos_token
@@ -169,6 +189,8 @@ class Tokenizer:
 
     def offsets(self, text: str) -> list[int]:
         """Return where the tokens of `encode(text, add_bos=False)` begin in the text, in characters."""
+        if self.long_texts is not None and len(text) >= self.long_texts.min_characters:
+            return self.long_texts.offsets(text)
         # As a batch, which releases the interpreter's lock; see `_LONG`.
         (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         return [start for start, _ in encoding.offsets]
@@ -332,6 +354,8 @@ class Tokenizer:
         if token_limit is not None:
             self._check_length(text, token_limit)
         try:
+            if self.long_texts is not None and len(text) >= self.long_texts.min_characters:
+                return self.long_texts.encode(text)
             # A batch releases the lock (see `_LONG`). The fast variant omits the position of each token.
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
             token_ids: list[int] = encoding.ids

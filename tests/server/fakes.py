@@ -30,6 +30,7 @@ from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import Lifespan, Route, make_app
 from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.metrics import Metrics
@@ -342,6 +343,7 @@ class Harness:
             "settings": settings,
             "keys": keys or ApiKeys(settings.api_keys_file),
             "limits": TurnAdmission(self.engine, settings, self.clock.now),
+            "ledger": Ledger(settings.resource_budgets(), has_keys=settings.api_keys_file is not None),
             "metrics": Metrics(MODEL),
             "tokenizer": tokenizer,
             "chat_format": ChatFormat(tokenizer),

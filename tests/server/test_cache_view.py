@@ -10,24 +10,24 @@ from typing import Any
 from pensieve_jax.core.errors import EngineClosedError, UnknownTurnError
 from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.app import ROUTES
-from pensieve_jax.server.cache_view import MAX_STREAMS
 from pensieve_jax.server.cache_view import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import FakeEngine, Harness, ask
 
 PATH = "/v1/pensieve/chunks?stream=true"
+MAX_MAPS = 8
 
 
 def harness_of(**settings: float) -> Harness:
     engine = FakeEngine()
     engine.answers["chunk_map"] = {"chunks": []}
-    return Harness(ROUTES, engine, ServerSettings(**settings))
+    return Harness(ROUTES, engine, ServerSettings(budgets={"maps": MAX_MAPS}, **settings))
 
 
 def test_an_owner_may_watch_a_few_maps_at_a_time() -> None:
     async def work() -> None:
         harness = harness_of()
-        watching = [harness.open("GET", PATH) for _ in range(MAX_STREAMS)]
+        watching = [harness.open("GET", PATH) for _ in range(MAX_MAPS)]
         for one in watching:
             assert (await one.next())["status"] == 200
         status, headers, body = await harness.open("GET", PATH).whole()
@@ -41,7 +41,7 @@ def test_an_owner_may_watch_a_few_maps_at_a_time() -> None:
         for one in watching:
             one.leave()
             await one.task
-        assert not harness.services.map_streams
+        assert harness.services.ledger.held("maps") == 0
 
     asyncio.run(work())
 
@@ -53,10 +53,10 @@ def test_an_engine_without_a_map_gives_an_error_status_before_any_byte() -> None
 
     async def work() -> None:
         harness = Harness(ROUTES, Starting())
-        for _ in range(MAX_STREAMS + 1):
+        for _ in range(MAX_MAPS + 1):
             status, _, body = await harness.open("GET", PATH).whole()
             assert status == 503 and "starting" in json.loads(body)["error"]["message"]
-        assert not harness.services.map_streams
+        assert harness.services.ledger.held("maps") == 0
 
     asyncio.run(work())
 

@@ -195,7 +195,7 @@ def test_tokens_of_turns_are_counted_by_source():
 def test_all_waiting_requests_are_counted_wherever_they_wait():
     harness = busy()
     assert scraped(harness)["vllm:num_requests_waiting",] == 2
-    harness.services.limits._num_waiting = 5
+    harness.services.limits._num_waiting_of.update(a=2, b=3)
     found = scraped(harness)
     assert found["vllm:num_requests_waiting",] == 7
     assert (found["pensieve:engine_waiting",], found["pensieve:front_waiting",]) == (2, 5)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
+import weakref
+from collections import Counter
+from functools import partial
 
 import pytest
 
 from pensieve_jax.server.cache_view import ROUTES
 from pensieve_jax.server.http.keys import ApiKeys
-from pensieve_jax.server.workers import NUM_THREADS, SHARE, run_cpu
+from pensieve_jax.server.workers import NUM_THREADS, SHARE, run_cpu, run_io
 from tests.server.fakes import Harness
 
 
@@ -92,6 +96,52 @@ def test_abandoned_work_still_counts(tmp_path):
     asyncio.run(scene())
 
 
+def test_the_first_job_of_a_key_waits_for_no_other_key():
+    """Two keys with long jobs took all threads, and a third one waited for them."""
+    goes_on, begun = threading.Event(), []
+
+    def work(owner: str) -> None:
+        begun.append(owner)
+        assert goes_on.wait(20)
+
+    async def scene() -> None:
+        slow = [
+            asyncio.ensure_future(run_cpu(owner, True, work, owner)) for owner in "abcd" for _ in range(3)
+        ]
+        try:
+            async with asyncio.timeout(10):
+                while len(begun) < NUM_THREADS + 2:
+                    await asyncio.sleep(0.001)
+                assert await run_cpu("e", True, len, begun) == NUM_THREADS + 2
+            assert Counter(begun) == {"a": 2, "b": 2, "c": 1, "d": 1}
+        finally:
+            goes_on.set()
+        await asyncio.gather(*slow)
+        assert Counter(begun) == dict.fromkeys("abcd", 3)
+
+    asyncio.run(scene())
+
+
+def test_a_job_that_waits_is_dropped_when_its_caller_leaves():
+    goes_on, begun = threading.Event(), []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        assert goes_on.wait(20)
+
+    async def scene() -> None:
+        jobs = [asyncio.ensure_future(run_cpu("a", True, work, number)) for number in range(SHARE + 2)]
+        while len(begun) < SHARE:
+            await asyncio.sleep(0.001)
+        jobs[SHARE].cancel()
+        await asyncio.wait([jobs[SHARE]])
+        goes_on.set()
+        await asyncio.gather(*jobs[:SHARE], jobs[-1])
+        assert sorted(begun) == [0, 1, SHARE + 1]
+
+    asyncio.run(scene())
+
+
 def test_without_keys_all_threads_are_shared():
     """Without owners to share with, four requests at a time take the time of one."""
     at_once = threading.Barrier(NUM_THREADS, timeout=20)
@@ -113,3 +163,33 @@ def test_an_error_in_a_thread_is_raised_and_the_thread_is_returned(owner):
                 await run_cpu(owner, True, fail)
 
     asyncio.run(scene())
+
+
+class Text:
+    """A long text, which a test can see go."""
+
+
+@pytest.mark.parametrize("run", [partial(run_cpu, "ann", True), partial(run_io, "ann")])
+def test_a_failed_job_keeps_nothing_alive(run):
+    """Its traceback held the frames that held it, until the garbage collector ran, which may be never."""
+
+    def fail(text: Text) -> None:
+        raise KeyError("expected")
+
+    async def attempt(text: Text) -> None:
+        await run(fail, text)
+
+    async def scene() -> None:
+        text = Text()
+        gone = weakref.ref(text)
+        with pytest.raises(KeyError):
+            await attempt(text)
+        del text
+        await asyncio.sleep(0.01)
+        assert gone() is None, gc.get_referrers(gone())
+
+    gc.disable()
+    try:
+        asyncio.run(scene())
+    finally:
+        gc.enable()

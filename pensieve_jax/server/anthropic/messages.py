@@ -46,7 +46,7 @@ from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.structured import AskedForm
 from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.turns.tool_choice import FIELDS, with_choice
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text.replies import call_id, new_parser
 from pensieve_jax.text.reply_parser import ReplyParser
 
@@ -59,6 +59,7 @@ async def create_message(call: HttpRequest) -> HttpResponse:
     _check_version(call)
     body = await call.decode(MessagesBody)
     check_model(call.services, body.model)
+    call.charge_stream(body.stream)
     form = await asked_form(call, body)
     message = await call.run_cpu(NewMessage, call, body, form)
     running = await message.start()
@@ -67,7 +68,6 @@ async def create_message(call: HttpRequest) -> HttpResponse:
         return Events(
             message.events(running),
             heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
             on_end=running.close,
             heartbeat=PING,
         )
@@ -170,8 +170,7 @@ class NewMessage(MessageContext):
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
         await self._turns.record_usage([output])
-        work = WorkEstimate(takes_long([output]))
-        return await self._services.run_cpu(self._owner, work, self._message, output)
+        return await run_cpu(self._owner, takes_long([output]), self._message, output)
 
     async def events(self, running: RunningTurns) -> AsyncGenerator[bytes]:
         """Yield the events of the reply; a failure becomes an error event.

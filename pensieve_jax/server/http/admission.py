@@ -1,18 +1,15 @@
-"""Admission control: how many turns and body bytes the server accepts at a time.
+"""Admission control: how many turns the server accepts at a time, and in which order.
 
-Owns: tickets for turns in the engine and in the queue before it, and each key's share of them. It also counts
-the bytes of bodies from their first part until their requests are answered, in total and by key, and
-estimates Retry-After.
-Does not know: what bodies mean or how they are read, the engine beyond its state and size, HTTP beyond the
-errors 429 and 503. Called by `server.turns.run`, the request handlers and the application.
+Owns: permits for turns in the engine and in the queue before it, each key's share of them, and the estimate
+of Retry-After.
+Does not know: what was charged before a turn has a permit (`server.http.ledger`), the engine beyond its state
+and size, HTTP beyond the errors 429 and 503. Called by `server.turns.run` and the request handlers.
 
 The engine gets as many turns as it can run, and a few more so that none of its slots stays empty. The other
-turns wait here, first come first served, because waiting here can be cancelled. Retry-After is the expected
-time for the tokens of all admitted and waiting turns at the recent token rate: the prompt tokens, and replies
-as long as recent ones.
-
-Tickets limit the load of the engine. The body budget limits what is read, decoded and tokenized before a turn
-has a ticket.
+turns wait here, because waiting here can be cancelled. The keys that wait are served in turn, by the tokens
+of their turns. Each key has a queue of its own, so one key's queue is never full with turns of others.
+Retry-After is the expected time for the tokens of all admitted and waiting turns at the recent token rate:
+the prompt tokens, and replies as long as recent ones.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from pensieve_jax.server.async_engine import EngineService
+from pensieve_jax.server.fair_queue import FairQueue
 from pensieve_jax.server.http.errors import ApiError, overloaded, rate_limited
 from pensieve_jax.server.http.settings import ServerSettings
 
@@ -36,10 +34,6 @@ _STATES: Final = {
     "draining": "The server is shutting down and accepts no new turns.",
     "dead": "The engine stopped; it restarts, or the server shuts down.",
 }
-MAX_SIZE_BODIES: Final = 32
-"""Number of bodies of maximum size that fit into the budget."""
-KEY_SHARE_DIVISOR: Final = 4
-"""A key may use at most 1 / KEY_SHARE_DIVISOR of the budget."""
 
 
 class TokenRate:
@@ -70,8 +64,17 @@ class TokenRate:
             self._total -= self._counts.popleft()[1]
 
 
-class Ticket:
-    """Permission for one request's turns, from `TurnAdmission.enter` until `leave`; a context manager."""
+class TurnPermit:
+    """Permission for one request's turns, from `TurnAdmission.enter` until `leave`; a context manager.
+
+    Attributes:
+      owner: the key owner of the turns.
+      num_turns: number of turns.
+      num_tokens: estimated number of prompt tokens.
+      max_tokens: limit of each reply; None if the client gave no limit.
+      entered_s: when the request came.
+      cost: tokens that its owner was charged in the queue; None if it did not wait.
+    """
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class Ticket:
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
         self.entered_s = entered_s
+        self.cost: float | None = None
         self._admission = admission
         self._left = False
 
@@ -97,7 +101,7 @@ class Ticket:
         return self.num_tokens + self.num_turns * reply_len
 
     def leave(self, num_done_tokens: int = 0, reply_lens: Iterable[int] = ()) -> None:
-        """Return the ticket; further calls do nothing.
+        """Return the permit; further calls do nothing.
 
         Args:
           num_done_tokens: tokens that its turns computed and sampled.
@@ -117,7 +121,7 @@ class Ticket:
 
 
 class TurnAdmission:
-    """The tickets of one server. Used by the event loop's thread only."""
+    """The permits of one server. Used by the event loop's thread only."""
 
     def __init__(self, engine: EngineService, settings: ServerSettings, now_s: Callable[[], float]) -> None:
         """`now_s` is a clock in seconds."""
@@ -127,11 +131,12 @@ class TurnAdmission:
         self._now_s = now_s
         self._reply_lens: deque[int] = deque(maxlen=_NUM_RECENT_REPLIES)
         self._num_in_engine = 0
-        self._num_waiting = 0
-        self._tickets: dict[Ticket, None] = {}  # issued or waited for, by arrival
+        self._num_waiting_of: Counter[str] = Counter()  # by owner, without zeros
+        self._permits: dict[TurnPermit, None] = {}  # issued or waited for, by arrival
         self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
         self._in_flight: dict[str, int] = {}
-        self._queue: dict[asyncio.Future[None], Ticket] = {}  # by arrival
+        self._queue = FairQueue[asyncio.Future[None]]()
+        self._waiting: dict[asyncio.Future[None], TurnPermit] = {}  # the permits of the queue's entries
 
     @property
     def num_in_engine(self) -> int:
@@ -146,7 +151,7 @@ class TurnAdmission:
     @property
     def num_waiting(self) -> int:
         """Number of turns in the queue."""
-        return self._num_waiting
+        return self._num_waiting_of.total()
 
     def in_flight(self, owner: str) -> int:
         """Return the number of turns of a key, waiting or running."""
@@ -160,8 +165,8 @@ class TurnAdmission:
 
     async def enter(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
-    ) -> Ticket:
-        """Return a ticket for turns that are submitted together, waiting up to `queue_timeout_s` for it.
+    ) -> TurnPermit:
+        """Return a permit for turns that are submitted together, waiting up to `queue_timeout_s` for it.
 
         Args:
           owner: the key owner of the turns.
@@ -169,50 +174,54 @@ class TurnAdmission:
           num_tokens: estimated number of prompt tokens, all turns together.
           max_tokens: limit of each reply; None if the client gave no limit.
 
-        Raises ApiError 400 for more turns than fit at all, 429 if the key has too many, and 503 if the queue
-        is full, the wait takes too long, or the engine accepts no turns.
+        Raises ApiError 400 for more turns than fit at all, 429 if the key has too many, and 503 if the key's
+        queue is full, the wait takes too long, or the engine accepts no turns.
         """
-        ticket = self.enter_now(owner, num_turns, num_tokens, max_tokens)
-        if ticket is None:
-            ticket = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
-            self._count(ticket, 1)
-            await self._wait(ticket)
-        return ticket
+        permit = self.enter_now(owner, num_turns, num_tokens, max_tokens)
+        if permit is None:
+            permit = TurnPermit(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
+            self._count(permit, 1)
+            await self._wait(permit)
+        return permit
 
     def enter_now(
         self, owner: str, num_turns: int = 1, num_tokens: int = 0, max_tokens: int | None = None
-    ) -> Ticket | None:
-        """Return a ticket as `enter` does, or None if the turns would have to wait."""
+    ) -> TurnPermit | None:
+        """Return a permit as `enter` does, or None if the turns would have to wait."""
         self.check_ready()
         self._check_possible(num_turns)
         most = self._settings.max_in_flight_per_key
         if self._has_keys and self.in_flight(owner) + num_turns > most:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
-        if not self._queue and self._has_room(num_turns):
-            ticket = Ticket(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
+        if not len(self._queue) and self._has_room(num_turns):
+            permit = TurnPermit(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
             self._num_in_engine += num_turns
-            self._count(ticket, 1)
-            return ticket
+            self._count(permit, 1)
+            return permit
         max_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
         # A request that exceeds the limit by itself is accepted if the queue is empty.
-        if self._num_waiting and self._num_waiting + num_turns > max_waiting:
+        num_waiting = self._num_waiting_of[owner]
+        if num_waiting and num_waiting + num_turns > max_waiting:
             raise self._overloaded("The queue is full; try again later.")
         return None
 
     def retry_after_s(self) -> int:
         """Return the expected seconds, 1 to 30, until the turns that are running or waiting are done."""
-        if not self._tickets:
+        if not self._permits:
             return 1
         rate = self.rate.per_second()
         if rate > 0:
-            reply_len = sum(self._reply_lens) / max(1, len(self._reply_lens))
-            expected_s = sum(ticket.num_expected_tokens(reply_len) for ticket in self._tickets) / rate
+            expected_s = sum(self._num_expected_tokens(permit) for permit in self._permits) / rate
         else:  # no recent tokens: assume that the oldest turn needs as long again as it has taken
-            expected_s = self._now_s() - next(iter(self._tickets)).entered_s
+            expected_s = self._now_s() - next(iter(self._permits)).entered_s
         return max(1, min(MAX_RETRY_AFTER_S, math.ceil(expected_s)))
 
     # Private methods
+
+    def _num_expected_tokens(self, permit: TurnPermit) -> float:
+        reply_len = sum(self._reply_lens) / max(1, len(self._reply_lens))
+        return permit.num_expected_tokens(reply_len)
 
     def _overloaded(self, sentence: str) -> ApiError:
         return overloaded(sentence, self.retry_after_s())
@@ -234,27 +243,29 @@ class TurnAdmission:
     def _has_room(self, num_turns: int) -> bool:
         return self._num_in_engine + num_turns <= self._max_in_engine()
 
-    def _count(self, ticket: Ticket, sign: int) -> None:
-        left = self.in_flight(ticket.owner) + sign * ticket.num_turns
+    def _count(self, permit: TurnPermit, sign: int) -> None:
+        left = self.in_flight(permit.owner) + sign * permit.num_turns
         if sign > 0:
-            self._tickets[ticket] = None
+            self._permits[permit] = None
         else:
-            del self._tickets[ticket]
+            del self._permits[permit]
         if left:
-            self._in_flight[ticket.owner] = left
+            self._in_flight[permit.owner] = left
         else:
-            del self._in_flight[ticket.owner]
+            del self._in_flight[permit.owner]
 
-    async def _wait(self, ticket: Ticket) -> None:
+    async def _wait(self, permit: TurnPermit) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue[turn] = ticket
-        self._num_waiting += ticket.num_turns
+        permit.cost = self._num_expected_tokens(permit)
+        self._queue.add(permit.owner, turn, permit.cost)
+        self._waiting[turn] = permit
+        self._count_waiting(permit, 1)
         try:
             async with asyncio.timeout(self._settings.queue_timeout_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # the ticket was issued at the same moment
-                ticket.leave()
+            if turn.done() and not turn.cancelled():  # the permit was issued at the same moment
+                permit.leave()
             else:
                 self._remove_waiting(turn)
                 self._admit_waiting()
@@ -267,83 +278,42 @@ class TurnAdmission:
         try:
             self.check_ready()  # the engine may have stopped meanwhile
         except ApiError:
-            ticket.leave()
+            permit.leave()
             raise
 
-    def _leave(self, ticket: Ticket, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
-        self._num_in_engine -= ticket.num_turns
-        self._count(ticket, -1)
+    def _leave(self, permit: TurnPermit, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
+        self._num_in_engine -= permit.num_turns
+        self._count(permit, -1)
         self._reply_lens.extend(reply_lens)
         if num_done_tokens:
             self.rate.add(num_done_tokens)
+        if permit.cost is not None:
+            self._queue.charge(permit.owner, num_done_tokens - permit.cost)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        for turn, ticket in list(self._queue.items()):
+        while (turn := self._queue.first()) is not None:
+            permit = self._waiting[turn]
             if turn.cancelled():  # cancelled, but `_wait` has not run yet
                 self._remove_waiting(turn)
                 continue
-            if not self._has_room(ticket.num_turns):
+            if not self._has_room(permit.num_turns):
                 return
-            del self._queue[turn]
-            self._num_waiting -= ticket.num_turns
-            self._num_in_engine += ticket.num_turns
+            self._queue.take()
+            del self._waiting[turn]
+            self._count_waiting(permit, -1)
+            self._num_in_engine += permit.num_turns
             turn.set_result(None)
 
     def _remove_waiting(self, turn: asyncio.Future[None]) -> None:
         """Remove an entry whose request no longer waits from the queue."""
-        ticket = self._queue.pop(turn, None)
-        if ticket is not None:
-            self._num_waiting -= ticket.num_turns
-            self._count(ticket, -1)
+        permit = self._waiting.pop(turn, None)
+        if permit is not None:
+            self._queue.remove(permit.owner, turn)
+            self._count_waiting(permit, -1)
+            self._count(permit, -1)
 
-
-class BodyBudget:
-    """The byte budget for bodies of one server. Used by the event loop's thread only."""
-
-    def __init__(self, settings: ServerSettings) -> None:
-        self._max_num_bytes = MAX_SIZE_BODIES * settings.max_body_bytes
-        self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
-        self._by_owner: Counter[str] = Counter()
-
-    @property
-    def num_bytes(self) -> int:
-        """Number of bytes that all owners hold now."""
-        return self._by_owner.total()
-
-    def take(self, owner: str, num_bytes: int) -> None:
-        """Reserve bytes for an owner; raise ApiError 429 beyond the key's share, 503 beyond the total."""
-        most = self._max_num_bytes // KEY_SHARE_DIVISOR
-        if self._has_keys and self._by_owner[owner] + num_bytes > most:
-            raise rate_limited(f"A key may have {most} bytes of bodies at a time; wait for a response.", 1)
-        if self.num_bytes + num_bytes > self._max_num_bytes:
-            raise overloaded("Too many long bodies are being read; try again later.", 1)
-        self._by_owner[owner] += num_bytes
-
-    def give_back(self, owner: str, num_bytes: int) -> None:
-        """Release bytes that `take` has counted for an owner."""
-        self._by_owner[owner] -= num_bytes
-        if not self._by_owner[owner]:
-            del self._by_owner[owner]
-
-
-class HeldBody:
-    """The bytes that one request holds; a context manager that releases them."""
-
-    def __init__(self, budget: BodyBudget, owner: str) -> None:
-        self._budget = budget
-        self._owner = owner
-        self._num_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Reserve more bytes for this request; raise the errors of `BodyBudget.take`."""
-        self._budget.take(self._owner, num_bytes)
-        self._num_bytes += num_bytes
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._budget.give_back(self._owner, self._num_bytes)
+    def _count_waiting(self, permit: TurnPermit, sign: int) -> None:
+        self._num_waiting_of[permit.owner] += sign * permit.num_turns
+        if not self._num_waiting_of[permit.owner]:
+            del self._num_waiting_of[permit.owner]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
@@ -16,8 +17,8 @@ from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pensieve_jax.server.http.admission import BodyBudget, HeldBody
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.ledger import Ticket
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
 from pensieve_jax.server.http.replies import ErrorReply, HttpResponse, error_reply
 from pensieve_jax.server.http.request import HttpRequest, RequestNotes, read_body
@@ -57,13 +58,12 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
       routes: the routes; several may share one path.
       lifespans: entered in order before the first request, exited in reverse order after the last.
     """
-    budget = BodyBudget(services.settings)
     by_path: dict[str, dict[str, Route]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route
     router = Router(
         [
-            StarletteRoute(path, _Path(services, budget, path, rows), methods=list(rows))
+            StarletteRoute(path, _Path(services, path, rows), methods=list(rows))
             for path, rows in by_path.items()
         ],
         redirect_slashes=False,
@@ -94,11 +94,8 @@ def make_app(services: Services, routes: Iterable[Route], lifespans: Sequence[Li
 class _Path:
     """ASGI endpoint for the routes of one path."""
 
-    def __init__(
-        self, services: Services, budget: BodyBudget, path: str, routes: Mapping[str, Route]
-    ) -> None:
+    def __init__(self, services: Services, path: str, routes: Mapping[str, Route]) -> None:
         self._services = services
-        self._budget = budget
         self._path = path
         self._routes = routes
 
@@ -109,11 +106,11 @@ class _Path:
         notes.route = self._path
         headers = Headers(scope=scope)
         notes.owner = owner = self._owner(route, headers)
-        with HeldBody(self._budget, owner) as held:
-            body = await self._body(route, headers, receive, held) if method == "POST" else b""
+        with self._services.ledger.ticket(owner) as ticket:
+            body = await self._body(route, headers, receive, ticket) if method == "POST" else b""
             call = HttpRequest(
                 services=self._services,
-                owner=owner,
+                ticket=ticket,
                 path=scope["path_params"],
                 query=QueryParams(scope["query_string"]),
                 headers=headers,
@@ -122,7 +119,8 @@ class _Path:
                 receive=receive,
             )
             reply = await route.handler(call)
-            await reply.send(receive, send)
+            reply.charge(ticket)
+            await reply.send(receive, send, self._services.settings.stall_timeout_s)
 
     def _owner(self, route: Route, headers: Headers) -> str:
         owner = self._services.keys.owner(headers.get("authorization"), headers.get("x-api-key"))
@@ -135,14 +133,18 @@ class _Path:
             raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
         return owner or ""
 
-    async def _body(self, route: Route, headers: Headers, receive: Receive, held: HeldBody) -> bytes:
+    async def _body(self, route: Route, headers: Headers, receive: Receive, ticket: Ticket) -> bytes:
         settings = self._services.settings
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = content_type == "application/json"
         body = b""
         if is_json or not route.has_body:
             body = await read_body(
-                receive, headers, settings.max_body_bytes, settings.body_timeout_s, take=held.take
+                receive,
+                headers,
+                settings.max_body_bytes,
+                settings.body_timeout_s,
+                take=partial(ticket.charge, "body_bytes"),
             )
         if not is_json and (body or route.has_body):  # a form on any web page can send other types
             raise ApiError(415, "unsupported_media_type", "The body must be sent as application/json.")

@@ -93,6 +93,10 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         super().__init__(message)
 
+    def __reduce__(self) -> Any:
+        """Pickle all of it; the default keeps the message only."""
+        return _remade, (self.status, self.code, self.message, self.param, self.headers)
+
     @property
     def type(self) -> str:
         """OpenAI's error type, which follows from the status."""
@@ -109,6 +113,10 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object that the client receives."""
         return {"error": self.error}
+
+
+def _remade(status: int, code: str, message: str, param: str | None, headers: Mapping[str, str]) -> ApiError:
+    return ApiError(status, code, message, param=param, headers=headers)
 
 
 def invalid_value(param: str, message: str) -> ApiError:

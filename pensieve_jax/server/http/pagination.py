@@ -18,11 +18,11 @@ from pensieve_jax.history.server_tables.changes import ItemRow
 from pensieve_jax.server.http.errors import invalid_value
 from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import SOME_WORK
 
 DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
-_READING: Final = WorkEstimate(is_long=True, asks_history=True)  # an item may have megabytes
+_READING: Final = SOME_WORK._replace(asks_history=True)  # an item may have megabytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ a stored reply are available at once, so the writer yields to other requests bet
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -22,6 +22,7 @@ import msgspec
 from starlette.types import Message, Receive, Send
 
 from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.server.http.ledger import Ticket
 from pensieve_jax.server.http.long_json import as_raw, json_pieces
 from pensieve_jax.server.http.request import ClientGoneError, until_disconnect
 
@@ -33,6 +34,10 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b": still here\n\n"
 """A comment, which clients skip."""
 _LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+STALL_TIMEOUT_S: Final = 30.0
+"""Default of `ServerSettings.stall_timeout_s`."""
+_PIECE_BYTES: Final = 2**16
+"""Bytes of a long body that are written at a time; as many wait in the socket's buffer."""
 _TURN_BYTES: Final = 16 * 2**10
 """Bytes after which a stream yields to other requests: 1 to 2 ms of work for a stored reply."""
 _HEADERS = [
@@ -45,8 +50,15 @@ _HEADERS = [
 class HttpResponse(Protocol):
     """A response that can send itself once."""
 
-    async def send(self, receive: Receive, send: Send) -> None:
-        """Send the response; `receive` reports when the client leaves."""
+    def charge(self, ticket: Ticket) -> None:
+        """Charge what it holds until it is sent; raise ApiError, after which it cannot be sent."""
+        ...
+
+    async def send(self, receive: Receive, send: Send, stall_timeout_s: float) -> None:
+        """Send the response; `receive` reports when the client leaves.
+
+        Raises ClientGoneError if the client has left, or takes no data for `stall_timeout_s`.
+        """
         ...
 
 
@@ -64,8 +76,21 @@ class BytesResponse:
     headers: Mapping[str, str] = field(default_factory=dict)
     undelivered: Callable[[], None] | None = None
 
-    async def send(self, receive: Receive, send: Send) -> None:
-        """Send the response in one piece; raise ClientGoneError after a call of `undelivered`."""
+    def charge(self, ticket: Ticket) -> None:
+        """Charge the bytes of the body; if they are too many, call `undelivered`."""
+        try:
+            ticket.charge("answer_bytes", len(self.body))
+        except ApiError:
+            if self.undelivered is not None:
+                self.undelivered()
+            raise
+
+    async def send(self, receive: Receive, send: Send, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
+        """Send the response; raise ClientGoneError after a call of `undelivered`, if there is one.
+
+        A short body goes out in one piece. A long one is sent in pieces, each after the client has taken
+        those before it. So the body counts as long as it is in memory.
+        """
         headers = [
             (b"content-type", self.content_type.encode("latin-1")),
             (b"content-length", str(len(self.body)).encode()),
@@ -75,56 +100,38 @@ class BytesResponse:
             ),
         ]
         start = {"type": "http.response.start", "status": self.status, "headers": headers}
-        if self.undelivered is None:
+        if self.undelivered is None and len(self.body) <= _PIECE_BYTES:
             await send(start)
             await send({"type": "http.response.body", "body": self.body})
         else:
-            await self._send_watched(start, receive, send, self.undelivered)
+            await self._send_watched(start, receive, send, stall_timeout_s)
 
     async def _send_watched(
-        self, start: Message, receive: Receive, send: Send, undelivered: Callable[[], None]
+        self, start: Message, receive: Receive, send: Send, stall_timeout_s: float
     ) -> None:
         """Send while watching `receive`, since uvicorn silently drops data for a client that has left."""
         watch = asyncio.ensure_future(until_disconnect(receive))
         is_written = False
         try:
             await send(start)
-            await send({"type": "http.response.body", "body": self.body, "more_body": True})
+            for begin in range(0, len(self.body), _PIECE_BYTES):
+                piece = self.body[begin : begin + _PIECE_BYTES]
+                async with asyncio.timeout(stall_timeout_s):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if watch.done():
+                    break
             await asyncio.sleep(0)  # lets the watch task run
             is_written = not watch.done()
+        except TimeoutError as error:
+            raise ClientGoneError from error
         finally:
             watch.cancel()
-            if not is_written:
-                undelivered()
+            if not is_written and self.undelivered is not None:
+                self.undelivered()
         if not is_written:
             raise ClientGoneError
-        await send({"type": "http.response.body", "body": b""})
-
-
-@dataclass(slots=True)
-class PiecesResponse:
-    """A response with a long JSON body, sent piece by piece.
-
-    Attributes:
-      pieces: the body.
-    """
-
-    pieces: Sequence[bytes]
-
-    async def send(self, receive: Receive, send: Send) -> None:
-        """Send the response, and yield to other requests behind each piece."""
-        length = sum(map(len, self.pieces))
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for piece in self.pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b""})
-
-
-def long_json_reply(value: Any) -> PiecesResponse:
-    """Return a long JSON response; a thread can make it without holding others up for long."""
-    return PiecesResponse(json_pieces(value))
+        async with asyncio.timeout(stall_timeout_s):
+            await send({"type": "http.response.body", "body": b""})
 
 
 def json_reply(
@@ -136,6 +143,11 @@ def json_reply(
 ) -> BytesResponse:
     """Return a JSON response; see `BytesResponse`."""
     return BytesResponse(encode_json(value), "application/json", status, headers or {}, undelivered)
+
+
+def long_json_reply(value: Any) -> BytesResponse:
+    """Return a long JSON response; a thread can make it without holding others up for long."""
+    return BytesResponse(b"".join(json_pieces(value)), "application/json")
 
 
 type ErrorReply = Callable[[ApiError, str], BytesResponse]
@@ -170,30 +182,32 @@ class Events:
         GeneratorExit or CancelledError; it must then end what it started.
       on_end: called once, however the stream ends, even if it never began.
       heartbeat: what a silent stream sends.
-      heartbeat_s, stall_timeout_s: see `ServerSettings`.
+      heartbeat_s: see `ServerSettings`.
     """
 
     events: AsyncGenerator[bytes]
     heartbeat_s: float = 15.0
-    stall_timeout_s: float = 30.0
     on_end: Callable[[], Awaitable[None]] | None = None
     heartbeat: bytes = COMMENT
 
-    async def send(self, receive: Receive, send: Send) -> None:
+    def charge(self, ticket: Ticket) -> None:
+        """Charge nothing: a stream is charged where it is asked for, before its work begins."""
+
+    async def send(self, receive: Receive, send: Send, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
         """Send all events; raise ClientGoneError if the client leaves or stalls first."""
         try:
             async with aclosing(self.events):
-                await self._send_all(receive, send)
+                await self._send_all(receive, send, stall_timeout_s)
         finally:
             if self.on_end is not None:
                 await self.on_end()
 
-    async def _send_all(self, receive: Receive, send: Send) -> None:
+    async def _send_all(self, receive: Receive, send: Send, stall_timeout_s: float) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         open_ = asyncio.timeout(None)  # no deadline yet: `_end` sets one
         try:
             async with open_:
-                writer = _Writer(send, self, open_)
+                writer = _Writer(send, self, stall_timeout_s, open_)
                 watch = asyncio.ensure_future(_close_on_disconnect(receive, open_))
                 try:
                     async for data in self.events:
@@ -222,12 +236,13 @@ def _end(open_: asyncio.Timeout) -> None:
 class _Writer:
     """Writes to one client, watched by one periodic timer, because a timer for each write would cost more."""
 
-    def __init__(self, send: Send, settings: Events, open_: asyncio.Timeout) -> None:
+    def __init__(self, send: Send, stream: Events, stall_timeout_s: float, open_: asyncio.Timeout) -> None:
         self._send = send
-        self._settings = settings
+        self._stream = stream
+        self._stall_timeout_s = stall_timeout_s
         self._open = open_
         self._loop = asyncio.get_running_loop()
-        self._period_s = min(settings.heartbeat_s, settings.stall_timeout_s) / 4
+        self._period_s = min(stream.heartbeat_s, stall_timeout_s) / 4
         self._lock = asyncio.Lock()
         self._write_began_s: float | None = None
         self._num_bytes = 0  # since the last yield to other requests
@@ -261,9 +276,9 @@ class _Writer:
     def _check_timer(self) -> None:
         now_s = self._loop.time()
         if self._write_began_s is not None:
-            if now_s - self._write_began_s >= self._settings.stall_timeout_s:
+            if now_s - self._write_began_s >= self._stall_timeout_s:
                 _end(self._open)
                 return
-        elif now_s - self._last_write_s >= self._settings.heartbeat_s and not self._lock.locked():
-            self._comment = asyncio.ensure_future(self.write(self._settings.heartbeat))
+        elif now_s - self._last_write_s >= self._stream.heartbeat_s and not self._lock.locked():
+            self._comment = asyncio.ensure_future(self.write(self._stream.heartbeat))
         self._timer = self._loop.call_later(self._period_s, self._check_timer)

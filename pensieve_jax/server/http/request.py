@@ -17,7 +17,8 @@ from starlette.types import Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
-from pensieve_jax.server.workers import is_long, run_cpu
+from pensieve_jax.server.http.ledger import Ticket
+from pensieve_jax.server.workers import SOME_WORK, WorkEstimate
 
 if TYPE_CHECKING:
     from pensieve_jax.server.http.services import Services
@@ -52,7 +53,7 @@ class HttpRequest:
 
     Attributes:
         services: the server's services.
-        owner: the owner of its key; "" if the server has no keys.
+        ticket: what it holds; it is closed when the answer has been sent.
         path: its path parameters.
         query, headers: its query parameters and headers.
         body: the whole body; b"" for methods without one.
@@ -61,7 +62,7 @@ class HttpRequest:
     """
 
     services: Services
-    owner: str
+    ticket: Ticket
     path: Mapping[str, str]
     query: QueryParams
     headers: Headers
@@ -69,16 +70,35 @@ class HttpRequest:
     notes: RequestNotes
     receive: Receive
 
+    @property
+    def owner(self) -> str:
+        """The owner of its key; "" if the server has no keys."""
+        return self.ticket.owner
+
     async def decode[T](self, kind: type[T]) -> T:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
-        offers = self.services.settings.tools
-        value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
+        offers, texts = self.services.settings.tools, self.services.texts
+        if texts is not None and len(self.body) >= texts.min_characters:
+            value, ignored, num_values = await self.run_cpu(texts.decode_body, self.body, kind, offers)
+            self.ticket.charge("json_values", num_values)
+        else:
+            value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
         self.notes.ignored_fields = ignored
         return value
 
+    def charge_stream(self, is_streamed: bool | None) -> None:
+        """Charge an answer that is streamed, before its work begins; raise ApiError 429."""
+        if is_streamed:
+            self.ticket.charge("streams", 1)
+
     async def run_cpu[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work`, whose time grows with the body: in a thread if the body is long."""
-        return await run_cpu(self.owner, is_long(len(self.body)), work, *args, **kwargs)
+        estimate = WorkEstimate.of(len(self.body))
+        return await self.services.run_cpu(self.owner, estimate, work, *args, **kwargs)
+
+    async def run_long[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work`, which may take long whatever the body, in a thread."""
+        return await self.services.run_cpu(self.owner, SOME_WORK, work, *args, **kwargs)
 
     async def read[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `work`, which reads the history; see `Services.read`."""
@@ -98,6 +118,7 @@ class HttpRequest:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+            del task, watch, work  # a failure's traceback has this frame: no cycle may keep what it holds
 
 
 async def until_disconnect(receive: Receive) -> None:

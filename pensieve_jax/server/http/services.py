@@ -6,7 +6,6 @@ Does not know: how the services are made. Called by `server.app`, which makes th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,9 @@ from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.http.text_processes import TextProcesses
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.workers import WorkEstimate, run_cpu, run_io
 from pensieve_jax.text import ChatFormat, Tokenizer
@@ -34,6 +35,7 @@ class Services:
       settings: limits and addresses.
       keys: API keys.
       limits: admission control for turns.
+      ledger: what requests hold, and how much they may.
       metrics: counters and histograms.
       tokenizer: the model's tokenizer; None serves token ids only.
       chat_format: the model's chat template; None if the model has none.
@@ -44,14 +46,15 @@ class Services:
       tracing: makes spans of turns; None makes none.
       now_s: clock in seconds since the Unix epoch.
       started_at: when the server started.
+      texts: processes for long texts and bodies; None reads them here.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
-      map_streams: number of cache map streams that each owner has open.
     """
 
     engine: EngineService
     settings: ServerSettings
     keys: ApiKeys
     limits: TurnAdmission
+    ledger: Ledger
     metrics: Metrics
     tokenizer: Tokenizer | None
     chat_format: ChatFormat | None
@@ -62,8 +65,8 @@ class Services:
     now_s: Callable[[], float]
     started_at: int
     tracing: Tracing | None = None
+    texts: TextProcesses | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
-    map_streams: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_history_far(self) -> bool:
@@ -83,10 +86,19 @@ class Services:
     async def run_cpu[**P, T](
         self, owner: str, estimate: WorkEstimate, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run `work` without blocking the event loop: at once if it is short, else in a thread."""
-        if estimate.asks_history and self.is_history_far:
-            return await run_io(owner, work, *args, **kwargs)
-        return await run_cpu(owner, estimate.is_long, work, *args, **kwargs)
+        """Run `work` without blocking the event loop: at once if it is short, else in a thread.
+
+        Raises what it raises, and ApiError 429 if the owner has too many such jobs, or too much text in them.
+        """
+        is_remote = estimate.asks_history and self.is_history_far
+        if not estimate.is_long and not is_remote:
+            return work(*args, **kwargs)
+        with self.ledger.ticket(owner) as ticket:
+            ticket.charge("jobs", 1)
+            ticket.charge("encoded_characters", estimate.num_characters)
+            if is_remote:
+                return await run_io(owner, work, *args, **kwargs)
+            return await run_cpu(owner, True, work, *args, **kwargs)
 
     @property
     def model_name(self) -> str:

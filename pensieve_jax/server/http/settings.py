@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http.bodies import Offers
+from pensieve_jax.server.http.ledger import Budget, Resource, budgets_of
 from pensieve_jax.text.tool_formats import AUTO, Parsers, reasoning_format, tool_format
 
 TOOLS: Final = get_args(Offers.__value__)
@@ -45,7 +47,9 @@ class ServerSettings:
       max_body_bytes: size limit of a request body.
       body_timeout_s: time limit for receiving a body.
       max_in_flight_per_key: turns that one key may have at a time, if there are keys.
-      queue_per_running: queue length, as a multiple of the turns that can run at a time.
+      budgets, key_budgets: how much all clients together, and one key, may hold of a resource; names and
+        defaults are in `server.http.ledger`.
+      queue_per_running: length of a key's queue, as a multiple of the turns that can run at a time.
       queue_timeout_s: time after which a queued turn is rejected.
       heartbeat_s: a stream that is silent for this long gets a comment.
       stall_timeout_s: a client that takes no data for this long is disconnected.
@@ -69,6 +73,8 @@ class ServerSettings:
     max_body_bytes: int = MAX_BODY_BYTES
     body_timeout_s: float = 30.0
     max_in_flight_per_key: int = 64
+    budgets: Mapping[str, int] = field(default_factory=dict)
+    key_budgets: Mapping[str, int] = field(default_factory=dict)
     queue_per_running: int = 2
     queue_timeout_s: float = 60.0
     heartbeat_s: float = 15.0
@@ -97,6 +103,7 @@ class ServerSettings:
         for name in ("max_index_bytes", "max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
+        self.resource_budgets()
         timeouts = ("body_timeout_s", "queue_timeout_s", "heartbeat_s", "stall_timeout_s")
         for name in timeouts:
             if not getattr(self, name) > 0:
@@ -107,6 +114,10 @@ class ServerSettings:
             )
         if not self.drain_s >= 0:
             raise ConfigError("drain_s", self.drain_s, "at least 0")
+
+    def resource_budgets(self) -> dict[Resource, Budget]:
+        """Return the budget of each resource; raise ConfigError for one that is unknown or below 1."""
+        return budgets_of(self.budgets, self.key_budgets, max_body_bytes=self.max_body_bytes)
 
     @property
     def parsers(self) -> Parsers:

@@ -53,6 +53,7 @@ async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
+    call.charge_stream(body.stream)
     form = await asked_form(call, body)
     completion = await call.run_cpu(ChatCompletion, call, body, form)
     return await reply_in(completion, call, body, await completion.start())

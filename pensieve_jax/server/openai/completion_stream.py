@@ -21,7 +21,6 @@ from pensieve_jax.server.http.replies import (
     DONE,
     Events,
     HttpResponse,
-    PiecesResponse,
     encode_json,
     event,
     json_reply,
@@ -30,7 +29,7 @@ from pensieve_jax.server.http.replies import (
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import SamplingFields
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import run_cpu
 
 
 class WireFormat(Protocol):
@@ -75,7 +74,6 @@ async def reply_in(
         return Events(
             _chunks(wire_format, running, includes_usage=body.includes_usage),
             heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
             on_end=running.close,
         )
     try:
@@ -84,13 +82,12 @@ async def reply_in(
         usage = await wire_format.record_usage(outputs)
         if not takes_long(outputs):
             return json_reply({**wire_format.response(outputs), "usage": usage})
-        work = WorkEstimate(is_long=True)
-        return await call.services.run_cpu(call.owner, work, _long_reply, wire_format, outputs, usage)
+        return await run_cpu(call.owner, True, _long_reply, wire_format, outputs, usage)
     finally:
         await running.close()
 
 
-def _long_reply(wire_format: WireFormat, outputs: Sequence[Output], usage: dict[str, Any]) -> PiecesResponse:
+def _long_reply(wire_format: WireFormat, outputs: Sequence[Output], usage: dict[str, Any]) -> HttpResponse:
     return long_json_reply({**wire_format.response(outputs), "usage": usage})
 
 

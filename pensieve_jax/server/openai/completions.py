@@ -59,7 +59,7 @@ from pensieve_jax.server.turns.sampling import (
 )
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
-from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text.token_texts import Echo, TokenOffsets, echo_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
@@ -113,7 +113,8 @@ async def create_completion(call: HttpRequest) -> HttpResponse:
     """Answer each prompt with one or more replies."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
-    estimate = WorkEstimate(is_long(len(call.body)), body.previous_response_id is not None)
+    call.charge_stream(body.stream)
+    estimate = WorkEstimate.of(len(call.body), asks_history=body.previous_response_id is not None)
     form = await asked_form(call, body)
     completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body, form)
     await call.run_cpu(completion.encode)

@@ -16,7 +16,7 @@ from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.context.resolver import ResolvedContext
 from pensieve_jax.server.http.errors import ApiError, as_api_error, context_too_long, invalid_value
 from pensieve_jax.server.http.services import Services
-from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.server.workers import WorkEstimate, run_cpu
 from pensieve_jax.text.messages import Message
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -116,10 +116,9 @@ def check_num_tokens(services: Services, num_tokens: int, param: str) -> None:
 async def commit_context(services: Services, context: ResolvedContext, output: Output) -> None:
     """Add the finished turn to the index, so that later contexts continue from it, and count its match.
 
-    A long reply is read for calls and reasoning in a thread.
+    A long reply is read for calls and reasoning in a thread. It is not charged: the turn has ended.
     """
-    estimate = WorkEstimate(is_long(len(output.text)))
-    await services.run_cpu(context.node.owner, estimate, context.commit, output)
+    await run_cpu(context.node.owner, WorkEstimate(len(output.text)).is_long, context.commit, output)
     services.metrics.matched(context.match_kind(output))
     services.metrics.context(context.keep, context.missed_tokens)
     if context.missed_tokens:

@@ -29,7 +29,7 @@ from pensieve_jax.server.turns.items import items_of
 from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
-from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
@@ -80,7 +80,7 @@ class MessageTurns:
         self._messages = messages
         self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
         # Its other fields count as well: sampling options can have a million ids.
-        self._is_long = is_long(max(self._num_characters, len(call.body)), len(messages))
+        self._estimate = WorkEstimate.of(max(self._num_characters, len(call.body)), len(messages))
         self._template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
@@ -125,8 +125,9 @@ class MessageTurns:
         return usage
 
     async def num_context_tokens(self) -> int:
-        """Return the number of tokens of the context, however long it is; raise ApiError."""
-        resolved = await self._run_cpu(partial(self._resolve, token_limit=None), Memory.ALL)
+        """Return the number of tokens of the context; raise ApiError, also if it is far beyond the limit."""
+        limit = context_token_limit(self._services)
+        resolved = await self._run_cpu(partial(self._resolve, token_limit=limit), Memory.ALL)
         return resolved.num_context_tokens
 
     def parts(self, index: int, text: str) -> ReplyParts:
@@ -137,7 +138,7 @@ class MessageTurns:
     # Private methods
 
     async def _run_cpu[T](self, work: Callable[[Memory], T], memory: Memory) -> T:
-        estimate = WorkEstimate(self._is_long, has_reply(self._messages))
+        estimate = self._estimate._replace(asks_history=has_reply(self._messages))
         return await self._services.run_cpu(self._owner, estimate, work, memory)
 
     def _find(self, memory: Memory) -> ResolvedContext:

@@ -1,6 +1,6 @@
 """The turns of one request, from admission to their end.
 
-Owns: taking a ticket before turns start and returning it afterwards, the fallbacks when the engine no longer
+Owns: taking a permit before turns start and returning it afterwards, the fallbacks when the engine no longer
 has the parent turn, cancelling turns when their request ends, and their metrics.
 Does not know: what turns are for, request schemas, or how a reply is written.
 Called by the handlers of `server.openai`.
@@ -18,11 +18,11 @@ from pensieve_jax.core.outputs import Output
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.http.admission import Ticket
+from pensieve_jax.server.http.admission import TurnPermit
 from pensieve_jax.server.http.errors import overloaded
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics, TurnTimes
-from pensieve_jax.server.workers import is_long
+from pensieve_jax.server.workers import WorkEstimate
 
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
@@ -43,7 +43,7 @@ async def run_turns(
     num_tokens: int = 0,
     max_tokens: int | None = None,
     num_shared: int = 1,
-    wait: Callable[[Awaitable[Ticket]], Awaitable[Ticket]] | None = None,
+    wait: Callable[[Awaitable[TurnPermit]], Awaitable[TurnPermit]] | None = None,
 ) -> RunningTurns:
     """Wait for admission, then start the turns.
 
@@ -55,21 +55,21 @@ async def run_turns(
       num_tokens: approximate number of prompt tokens, all turns together.
       max_tokens: limit of each reply if the client gave one.
       num_shared: number of consecutive turns that reply to the same prompt, which counts once.
-      wait: wraps the wait for a ticket, such as `HttpRequest.unless_gone`. It is called only if a ticket is
+      wait: wraps the wait for a permit, such as `HttpRequest.unless_gone`. It is called only if a permit is
         not free at once, so most requests do not pay for it.
 
     Raises ApiError 429 and 503, and what `start` raises. Cancelling it while it waits leaves no state behind.
     """
     began_s = time.perf_counter()
-    ticket = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
-    if ticket is None:
+    permit = services.limits.enter_now(owner, num_turns, num_tokens, max_tokens)
+    if permit is None:
         entering = services.limits.enter(owner, num_turns, num_tokens, max_tokens)
-        ticket = await (entering if wait is None else wait(entering))
+        permit = await (entering if wait is None else wait(entering))
     services.metrics.waited(time.perf_counter() - began_s)
     try:
         turns = await start()
     except BaseException:
-        ticket.leave()
+        permit.leave()
         raise
     accepted_s = time.perf_counter()
     timed = [
@@ -78,7 +78,7 @@ async def run_turns(
         )
         for index, turn in enumerate(turns)
     ]
-    return RunningTurns(timed, ticket, services.tracing)
+    return RunningTurns(timed, permit, services.tracing)
 
 
 async def start_turns(
@@ -126,7 +126,7 @@ def takes_long(outputs: Sequence[Output]) -> bool:
     num_characters = sum(len(output.text) for output in outputs)
     num_entries = sum(1 + len(one.top) for output in outputs for one in output.logprobs or ())
     is_scored = any(output.prompt_logprobs is not None for output in outputs)
-    return is_scored or is_long(num_characters + _ENTRY_CHARACTERS * num_entries)
+    return is_scored or WorkEstimate(num_characters + _ENTRY_CHARACTERS * num_entries).is_long
 
 
 class TimedTurn:
@@ -134,6 +134,7 @@ class TimedTurn:
 
     Attributes:
       times: when the request began, the engine accepted it, its first token came, and it ended.
+      num_tokens: tokens of the reply that have arrived.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class TimedTurn:
     ) -> None:
         """`turn` must be accepted by the engine; see `Metrics.finished` for `counts_context`."""
         self.times = times
+        self.num_tokens = 0
         self._turn = turn
         self._metrics = metrics
         self._deltas = aiter(turn)
@@ -187,6 +189,7 @@ class TimedTurn:
 
     def _count(self, delta: AsyncDelta) -> None:
         now_s = time.perf_counter()
+        self.num_tokens += len(delta.token_ids)
         if self._latest_s:
             self._metrics.next_tokens(len(delta.token_ids), now_s - self._latest_s)
         else:
@@ -213,10 +216,10 @@ class RunningTurns:
       turns: in the order in which they were submitted.
     """
 
-    def __init__(self, turns: Sequence[TimedTurn], ticket: Ticket, tracing: Tracing | None) -> None:
-        """`ticket` is their ticket; `tracing` gets one report of the end of each turn."""
+    def __init__(self, turns: Sequence[TimedTurn], permit: TurnPermit, tracing: Tracing | None) -> None:
+        """`permit` is their permit; `tracing` gets one report of the end of each turn."""
         self.turns = turns
-        self._ticket = ticket
+        self._permit = permit
         self._tracing = tracing
 
     async def results(self) -> list[Output]:
@@ -232,7 +235,7 @@ class RunningTurns:
             await asyncio.wait(waiting)
 
     async def close(self) -> None:
-        """Cancel the turns that have not ended, and return the ticket."""
+        """Cancel the turns that have not ended, and return the permit."""
         outputs = [turn.output for turn in self.turns]
         try:
             for turn, output in zip(self.turns, outputs, strict=True):
@@ -241,8 +244,13 @@ class RunningTurns:
         finally:
             self._trace()
             ended = [output for output in outputs if output is not None]
-            self._ticket.leave(
-                sum(output.usage.prompt_tokens + output.usage.output_tokens for output in ended),
+            num_tokens = sum(output.usage.prompt_tokens + output.usage.output_tokens for output in ended)
+            # A cancelled turn has no usage. What it did counts, so that cancelling saves no owner its share.
+            cut = [turn for turn, output in zip(self.turns, outputs, strict=True) if output is None]
+            num_tokens += sum(turn.num_tokens for turn in cut)
+            num_tokens += self._permit.num_tokens * len(cut) // self._permit.num_turns
+            self._permit.leave(
+                num_tokens,
                 # Cancelled replies are cut short, so they say nothing about typical reply lengths.
                 [output.usage.output_tokens for output in ended if output.finish_reason != "cancelled"],
             )

@@ -18,7 +18,6 @@ from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text.grammar import check_grammar
 
 _MAX_CHECKED: Final = 256
@@ -136,7 +135,7 @@ async def _checked(call: HttpRequest, wishes: list[_Wish]) -> AskedForm:
     if not wishes:
         return AskedForm()
     # A short schema can take long to check, so this never runs on the event loop.
-    asked = await run_cpu(call.owner, True, _form_of, wishes)
+    asked = await call.run_long(_form_of, wishes)
     call.notes.ignored_fields += asked.ignored
     return asked
 

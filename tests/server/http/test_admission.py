@@ -1,14 +1,15 @@
-"""Admission of turns and the budget of bodies: which requests run, wait or are refused, and how."""
+"""Admission of turns: which requests run, wait or are refused, and in which order."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 
 from pensieve_jax.core.clock import VirtualClock
-from pensieve_jax.server.http.admission import BodyBudget, HeldBody, TokenRate, TurnAdmission
+from pensieve_jax.server.http.admission import TokenRate, TurnAdmission
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import FakeEngine
@@ -20,11 +21,11 @@ def limits_of(max_num_running=2, **settings):
 
 
 async def fill(limits, owner="a"):
-    """Return tickets until the next one would have to wait."""
-    tickets = []
+    """Return permits until the next one would have to wait."""
+    permits = []
     while limits._has_room(1):
-        tickets.append(await limits.enter(owner))
-    return tickets
+        permits.append(await limits.enter(owner))
+    return permits
 
 
 def test_a_key_has_a_limited_number_of_turns_at_a_time():
@@ -55,11 +56,11 @@ def test_a_request_with_more_turns_than_ever_fit_is_refused_permanently(num_turn
 
     async def scenario():
         limits, _, _ = limits_of(**settings)
-        tickets = await fill(limits, "b") if is_full and not settings else []
+        permits = await fill(limits, "b") if is_full and not settings else []
         with pytest.raises(ApiError, match=f"{num_turns} turns.* at most {most}") as caught:
             await limits.enter("a", num_turns)
         assert (caught.value.status, caught.value.code) == (400, "invalid_value")
-        assert limits.num_waiting == limits.in_flight("a") == 0 and limits.num_in_engine == len(tickets)
+        assert limits.num_waiting == limits.in_flight("a") == 0 and limits.num_in_engine == len(permits)
 
     asyncio.run(scenario())
 
@@ -76,25 +77,25 @@ def test_without_keys_there_are_no_shares():
 def test_waiting_requests_are_admitted_in_order_of_arrival():
     async def scenario():
         limits, _, _ = limits_of()
-        tickets = await fill(limits)
-        assert len(tickets) == 10  # two that run, eight in the engine's queue
+        permits = await fill(limits)
+        assert len(permits) == 10  # two that run, eight in the engine's queue
         order: list[int] = []
 
         async def wait(number: int, num_turns: int):
-            ticket = await limits.enter("b", num_turns)
+            permit = await limits.enter("b", num_turns)
             order.append(number)
-            return ticket
+            return permit
 
         tasks = [asyncio.ensure_future(wait(i, n)) for i, n in enumerate((2, 1, 1))]
         await asyncio.sleep(0)
         assert limits.num_waiting == 4
-        tickets.pop().leave()
+        permits.pop().leave()
         await asyncio.sleep(0)
         assert order == []  # the first needs two, and none overtakes it
-        tickets.pop().leave()
+        permits.pop().leave()
         await tasks[0]
-        tickets.pop().leave()
-        tickets.pop().leave()
+        permits.pop().leave()
+        permits.pop().leave()
         await asyncio.gather(*tasks)
         assert order == [0, 1, 2] and limits.num_waiting == 0
 
@@ -102,12 +103,12 @@ def test_waiting_requests_are_admitted_in_order_of_arrival():
 
 
 def test_a_small_request_is_admitted_when_the_large_one_before_it_gives_up():
-    """There was room for it all the time; it need not wait for a ticket to be returned."""
+    """There was room for it all the time; it need not wait for a permit to be returned."""
 
     async def scenario():
         limits, _, _ = limits_of(queue_timeout_s=100.0)
-        tickets = await fill(limits)
-        tickets.pop().leave()
+        permits = await fill(limits)
+        permits.pop().leave()
         large = asyncio.ensure_future(limits.enter("b", 2))
         await asyncio.sleep(0)
         small = asyncio.ensure_future(limits.enter("c"))
@@ -124,11 +125,11 @@ def test_a_small_request_is_admitted_when_the_large_one_before_it_gives_up():
 def test_requests_are_told_to_retry_later_on_a_full_queue_a_long_wait_or_an_engine_that_refuses_turns():
     async def scenario():
         limits, engine, _ = limits_of(queue_timeout_s=0.01)
-        tickets = await fill(limits)
+        permits = await fill(limits)
         waiting = [asyncio.ensure_future(limits.enter("b")) for _ in range(4)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="full") as caught:
-            await limits.enter("c")
+            await limits.enter("b")
         assert (caught.value.status, caught.value.code) == (503, "overloaded")
         for error in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(error, ApiError) and "0.01 s" in error.message
@@ -138,7 +139,7 @@ def test_requests_are_told_to_retry_later_on_a_full_queue_a_long_wait_or_an_engi
             with pytest.raises(ApiError) as caught:
                 await limits.enter("c")
             assert caught.value.code == "overloaded" and "retry-after" in caught.value.headers
-        assert len(tickets) == limits.num_in_engine
+        assert len(permits) == limits.num_in_engine
 
     asyncio.run(scenario())
 
@@ -148,30 +149,30 @@ def test_an_empty_queue_accepts_any_request_that_can_ever_fit():
 
     async def scenario():
         limits, _, _ = limits_of(max_num_running=1)
-        tickets = [await limits.enter(owner) for owner in "ab"]
+        permits = [await limits.enter(owner) for owner in "ab"]
         waiting = asyncio.ensure_future(limits.enter("c", 9))
         await asyncio.sleep(0)
         assert limits.num_waiting == 9
         with pytest.raises(ApiError, match="full"):
-            await limits.enter("d")
-        for ticket in tickets:
-            ticket.leave()
+            await limits.enter("c")
+        for permit in permits:
+            permit.leave()
         assert (await waiting).num_turns == limits.num_in_engine == 9
 
     asyncio.run(scenario())
 
 
-def test_a_turn_that_waits_gets_no_ticket_once_the_engine_has_ended():
+def test_a_turn_that_waits_gets_no_permit_once_the_engine_has_ended():
     async def scenario():
         limits, engine, _ = limits_of()
-        tickets = await fill(limits)
+        permits = await fill(limits)
         waiting = asyncio.ensure_future(limits.enter("b"))
         await asyncio.sleep(0)
         engine.state = "draining"
-        tickets.pop().leave()
+        permits.pop().leave()
         with pytest.raises(ApiError, match="shutting down"):
             await waiting
-        assert limits.num_in_engine == len(tickets)
+        assert limits.num_in_engine == len(permits)
 
     asyncio.run(scenario())
 
@@ -180,7 +181,7 @@ def test_retry_after_is_the_waiting_work_divided_by_the_recent_rate():
     async def scenario():
         limits, _, clock = limits_of()
         assert limits.retry_after_s() == 1
-        ticket = await limits.enter("a", num_tokens=1000)
+        permit = await limits.enter("a", num_tokens=1000)
         assert limits.retry_after_s() == 1  # the rate is unknown
         clock.advance(10.0)
         limits.rate.add(1000)
@@ -188,7 +189,7 @@ def test_retry_after_is_the_waiting_work_divided_by_the_recent_rate():
         assert limits.retry_after_s() == 10
         clock.advance(20.0)
         assert limits.retry_after_s() == 30
-        ticket.leave(num_done_tokens=3000)
+        permit.leave(num_done_tokens=3000)
         assert limits.retry_after_s() == 1  # no request waits
         clock.advance(31.0)
         assert limits.rate.per_second() == 0
@@ -205,12 +206,12 @@ def test_retry_after_includes_replies_by_their_recent_length():
         clock.advance(10.0)
         first.leave(220, [50, 150])
         assert limits.rate.per_second() == 22
-        tickets = [await limits.enter("a", num_tokens=10), await limits.enter("a", 2, 20)]
+        permits = [await limits.enter("a", num_tokens=10), await limits.enter("a", 2, 20)]
         assert limits.retry_after_s() == 15  # 30 tokens of prompts, three replies of 100, 22 a second
-        tickets.append(await limits.enter("a", num_tokens=10, max_tokens=12))
+        permits.append(await limits.enter("a", num_tokens=10, max_tokens=12))
         assert limits.retry_after_s() == 16  # a reply limited to fewer tokens counts only these
-        for ticket in tickets[:2]:
-            ticket.leave()
+        for permit in permits[:2]:
+            permit.leave()
         assert limits.retry_after_s() == 1
         for _ in range(100):  # old replies do not count
             (await limits.enter("a")).leave(0, [400])
@@ -223,21 +224,21 @@ def test_retry_after_includes_replies_by_their_recent_length():
 def test_without_recent_ends_retry_after_is_the_waiting_time_of_the_first_request():
     async def scenario():
         limits, _, clock = limits_of()
-        ticket = await limits.enter("a", num_tokens=1000)
+        permit = await limits.enter("a", num_tokens=1000)
         assert limits.retry_after_s() == 1
         clock.advance(7.5)
         await limits.enter("a")
         assert limits.retry_after_s() == 8
         clock.advance(60.0)
         assert limits.retry_after_s() == 30
-        ticket.leave()
+        permit.leave()
         assert limits.retry_after_s() == 30  # the second has waited for a minute
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tickets_are_never_lost_or_given_twice(seed):
+def test_permits_are_never_lost_or_given_twice(seed):
     """Requests for more than the whole room, ten, are refused at once and block no other."""
 
     async def scenario():
@@ -259,24 +260,25 @@ def test_tickets_are_never_lost_or_given_twice(seed):
             if chooser.random() < 0.5:
                 await asyncio.sleep(0)
             assert limits.num_in_engine <= 2 + 8
-            assert limits.num_waiting <= 2 * 2 or len(limits._queue) == 1
+            waiting = Counter(permit.owner for permit in limits._waiting.values())
+            assert all(limits._num_waiting_of[owner] <= 2 * 2 or waiting[owner] == 1 for owner in waiting)
             for task in [task for task in tasks if task.done()]:
                 tasks.remove(task)
                 error = None if task.cancelled() else task.exception()
                 num_told += isinstance(error, ApiError) and error.status == 400
                 if not task.cancelled() and error is None:
                     held.append(task.result())
-            assert not any(ticket.num_turns > 10 for ticket in limits._queue.values())
+            assert not any(permit.num_turns > 10 for permit in limits._waiting.values())
         assert too_many and num_told
         for task in tasks:
             task.cancel()
         for found in await asyncio.gather(*tasks, return_exceptions=True):
             if not isinstance(found, BaseException):
                 held.append(found)
-        assert limits.num_in_engine == sum(ticket.num_turns for ticket in held)
-        for ticket in held:
-            ticket.leave()
-        assert limits.num_in_engine == limits.num_waiting == len(limits._tickets) == 0
+        assert limits.num_in_engine == sum(permit.num_turns for permit in held)
+        for permit in held:
+            permit.leave()
+        assert limits.num_in_engine == limits.num_waiting == len(limits._permits) == 0
         assert limits._in_flight == {}
 
     asyncio.run(scenario())
@@ -286,9 +288,9 @@ def test_tickets_are_never_lost_or_given_twice(seed):
 def test_the_engine_admits_a_quarter_more_turns_than_it_runs_but_at_least_eight_more(max_num_running, most):
     async def scenario():
         limits, _, _ = limits_of(max_num_running=max_num_running)
-        ticket = await limits.enter("a", most)
+        permit = await limits.enter("a", most)
         assert limits.num_in_engine == most and not limits._has_room(1)
-        ticket.leave()
+        permit.leave()
         with pytest.raises(ApiError, match=f"at most {most}"):
             await limits.enter("a", most + 1)
 
@@ -313,7 +315,7 @@ def test_a_rate_covers_at_most_the_last_half_minute():
 
 
 @pytest.mark.parametrize(("num_waiting", "is_full"), [(3, False), (4, True)])
-def test_the_queue_holds_two_requests_per_running_turn(num_waiting, is_full):
+def test_the_queue_of_a_key_holds_two_requests_per_running_turn(num_waiting, is_full):
     async def scenario():
         limits, _, _ = limits_of()
         await fill(limits)
@@ -321,11 +323,12 @@ def test_the_queue_holds_two_requests_per_running_turn(num_waiting, is_full):
         await asyncio.sleep(0)
         if is_full:
             with pytest.raises(ApiError, match="full"):
-                limits.enter_now("c")
+                limits.enter_now("b")
         else:
-            assert limits.enter_now("c") is None
+            assert limits.enter_now("b") is None
             with pytest.raises(ApiError, match="full"):
-                limits.enter_now("c", 2)
+                limits.enter_now("b", 2)
+        assert limits.enter_now("c", 4) is None, "another key has a queue of its own"
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -334,15 +337,15 @@ def test_the_queue_holds_two_requests_per_running_turn(num_waiting, is_full):
 
 
 def test_a_cancelled_request_ahead_in_the_queue_blocks_no_other():
-    """A returned ticket goes past it at once, before its task has run."""
+    """A returned permit goes past it at once, before its task has run."""
 
     async def scenario():
         limits, _, _ = limits_of()
-        tickets = await fill(limits)
+        permits = await fill(limits)
         gone, late = (asyncio.ensure_future(limits.enter(owner)) for owner in "bc")
         await asyncio.sleep(0)
         gone.cancel()
-        tickets.pop().leave()
+        permits.pop().leave()
         assert (limits.num_waiting, limits.num_in_engine) == (0, 10)
         assert (limits.in_flight("b"), limits.in_flight("c")) == (0, 1)
         assert (await late).num_turns == 1
@@ -357,9 +360,9 @@ def test_a_cancelled_request_ahead_in_the_queue_blocks_no_other():
 def test_the_default_is_one_turn_without_tokens_or_a_limit(call):
     async def scenario():
         limits, _, _ = limits_of()
-        ticket = limits.enter_now("a") if call == "enter_now" else await limits.enter("a")
-        assert ticket is not None and limits.num_in_engine == limits.in_flight("a") == 1
-        assert (ticket.num_turns, ticket.num_tokens, ticket.max_tokens) == (1, 0, None)
+        permit = limits.enter_now("a") if call == "enter_now" else await limits.enter("a")
+        assert permit is not None and limits.num_in_engine == limits.in_flight("a") == 1
+        assert (permit.num_turns, permit.num_tokens, permit.max_tokens) == (1, 0, None)
 
     asyncio.run(scenario())
 
@@ -374,26 +377,46 @@ def test_leaving_without_arguments_counts_no_tokens():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("has_keys", "most"), [(True, 800), (False, 3200)])
-def test_bodies_may_use_exactly_their_share(has_keys, most):
-    """32 bodies of maximum length fit; with keys, each key gets a quarter of that."""
-    budget = BodyBudget(ServerSettings(max_body_bytes=100, api_keys_file="keys" if has_keys else None))
-    with HeldBody(budget, "a") as held:
-        held.take(most - 1)
-        with pytest.raises(ApiError) as caught:
-            held.take(2)
-        assert caught.value.status == (429 if has_keys else 503)
-        held.take(1)
-        assert budget.num_bytes == most
-    assert budget.num_bytes == 0 and not budget._by_owner
+def test_two_keys_that_always_wait_are_served_the_same_tokens():
+    """One of them has ten times as many requests, and its replies are longer than expected."""
+
+    async def scenario():
+        settings = {"max_in_flight_per_key": 200, "queue_per_running": 50, "api_keys_file": "keys"}
+        limits, _, _ = limits_of(max_num_running=8, **settings)
+        served: Counter[str] = Counter()
+        lengths = {"many": 90, "few": 30}
+
+        async def ask(owner: str) -> None:
+            while served.total() < 60_000:
+                permit = await limits.enter(owner, 1, 10)
+                await asyncio.sleep(0)
+                if served.total() < 60_000:  # afterwards only those that still wait are served
+                    served[owner] += 10 + lengths[owner]
+                permit.leave(10 + lengths[owner], [lengths[owner]])
+
+        await asyncio.gather(*(ask("many") for _ in range(150)), *(ask("few") for _ in range(32)))
+        assert min(served.values()) >= 0.45 * served.total(), served
+
+    asyncio.run(scenario())
 
 
-def test_all_keys_together_may_use_the_whole_budget():
-    budget = BodyBudget(ServerSettings(max_body_bytes=100, api_keys_file="keys"))
-    for owner in "abcd":
-        budget.take(owner, 800)
-    with pytest.raises(ApiError) as caught:
-        budget.take("e", 1)
-    assert caught.value.status == 503 and budget.num_bytes == 3200
-    budget.give_back("a", 800)
-    budget.take("e", 800)
+def test_a_key_whose_turns_are_cancelled_is_charged_for_them():
+    async def scenario():
+        limits, _, _ = limits_of(max_num_running=8, max_in_flight_per_key=200, api_keys_file="keys")
+        permits = await fill(limits, "b")
+        waiting = [asyncio.ensure_future(limits.enter("a", 1, 100)) for _ in range(3)]
+        waiting += [asyncio.ensure_future(limits.enter("b", 1, 100)) for _ in range(3)]
+        await asyncio.sleep(0)
+        permits.pop().leave()
+        first = await waiting[0]
+        first.leave(250)  # it had sent more than was expected when it was cancelled
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiting] == [True, False, False, True, False, False]
+        permits.pop().leave()
+        await asyncio.sleep(0)
+        assert [task.done() for task in waiting] == [True, False, False, True, True, False]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(scenario())

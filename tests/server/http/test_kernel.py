@@ -14,7 +14,7 @@ import pytest
 
 from pensieve_jax.core import errors as core
 from pensieve_jax.core.errors import ConfigError
-from pensieve_jax.server.http import admission, middleware
+from pensieve_jax.server.http import middleware
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, convert
 from pensieve_jax.server.http.errors import ApiError
@@ -235,8 +235,7 @@ def test_bodies_are_json_of_limited_length():
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_bodies_have_a_total_budget_and_one_per_key(monkeypatch, tmp_path, has_keys):
-    monkeypatch.setattr(admission, "MAX_SIZE_BODIES", 1)
+def test_bodies_have_a_total_budget_and_one_per_key(tmp_path, has_keys):
     keys = tmp_path / "keys"
     keys.write_text("".join(f"{name}:{hashlib.sha256(name.encode()).hexdigest()}\n" for name in "abcde"))
     held = asyncio.Event()
@@ -246,7 +245,12 @@ def test_bodies_have_a_total_budget_and_one_per_key(monkeypatch, tmp_path, has_k
         return json_reply({})
 
     async def scenario():
-        settings = ServerSettings(max_body_bytes=1000, api_keys_file=str(keys) if has_keys else None)
+        settings = ServerSettings(
+            max_body_bytes=1000,
+            api_keys_file=str(keys) if has_keys else None,
+            budgets={"body_bytes": 1000},
+            key_budgets={"body_bytes": 250},
+        )
         harness = Harness([Route("POST", "/hold", hold), *ROUTES], settings=settings)
 
         def send(name: str, length: int) -> Open:
@@ -256,11 +260,11 @@ def test_bodies_have_a_total_budget_and_one_per_key(monkeypatch, tmp_path, has_k
         first = [send(name, 240) for name in "abcd"]
         await asyncio.sleep(0)
         status, headers, raw = await send("a", 100).whole()
-        expected = (429, "rate_limit_exceeded") if has_keys else (503, "overloaded")
-        assert (status, json.loads(raw)["error"]["code"]) == expected
+        assert (status, json.loads(raw)["error"]["code"]) == (429, "rate_limit_exceeded")
         assert headers["retry-after"] == "1"
         status, _, raw = await send("e", 100).whole()
-        assert (status, json.loads(raw)["error"]["code"]) == (503, "overloaded")
+        expected = (503, "overloaded") if has_keys else (429, "rate_limit_exceeded")
+        assert (status, json.loads(raw)["error"]["code"]) == expected
         held.set()
         for request in (*first, send("a", 100), send("e", 240)):
             assert (await request.whole())[0] == 200

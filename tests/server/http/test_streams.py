@@ -20,6 +20,7 @@ from pensieve_jax.server.http.replies import (
     json_reply,
 )
 from pensieve_jax.server.http.request import ClientGoneError, HttpRequest
+from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.main import Listening, bind
 from tests.server.fakes import Harness
 
@@ -27,14 +28,14 @@ from tests.server.fakes import Harness
 class Source:
     """Events that a test sends one by one; records how the stream ended for its producer."""
 
-    def __init__(self, **timing: float) -> None:
+    def __init__(self, **settings: float) -> None:
         self.queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.num_asked_for = 0
         self.closed = asyncio.Event()
-        self.timing = timing
+        self.settings = ServerSettings(**settings)
 
     async def handler(self, call: HttpRequest) -> HttpResponse:
-        return Events(self.events(), **self.timing)
+        return Events(self.events(), self.settings.heartbeat_s)
 
     async def events(self):
         try:
@@ -48,7 +49,8 @@ class Source:
             self.closed.set()
 
     def open(self):
-        return Harness([Route("GET", "/events", self.handler)]).open("GET", "/events")
+        routes = [Route("GET", "/events", self.handler)]
+        return Harness(routes, settings=self.settings).open("GET", "/events")
 
 
 @pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029"])
@@ -168,7 +170,7 @@ def test_ready_events_wait_until_the_client_has_read_the_earlier_ones():
 
     async def app(scope, receive, send):
         with pytest.raises(ClientGoneError):
-            await Events(kept(), stall_timeout_s=0.1).send(receive, send)
+            await Events(kept()).send(receive, send, 0.1)
         gone.set()
 
     async def scenario():
@@ -200,7 +202,7 @@ def test_a_client_that_reads_all_but_the_end_is_disconnected():
     async def scenario():
         async with asyncio.timeout(5):
             with pytest.raises(ClientGoneError):
-                await Events(one(), stall_timeout_s=0.02).send(never, send)
+                await Events(one()).send(never, send, 0.02)
 
     asyncio.run(scenario())
 
@@ -220,7 +222,7 @@ def test_a_client_that_stalls_and_leaves_ends_its_stream_once():
                 try:
                     await asyncio.Event().wait()
                 finally:
-                    writer = _Writer(send, Events(Source().events(), stall_timeout_s=1.0), open_)
+                    writer = _Writer(send, Events(Source().events()), 1.0, open_)
                     writer._write_began_s = float("-inf")
                     writer._check_timer()
                     await _close_on_disconnect(leave, open_)
@@ -248,7 +250,7 @@ class FakeTimer:
 def test_a_write_may_wait_for_the_stall_timeout(waited_s, is_over):
     async def scenario():
         async with asyncio.timeout(None) as open_:
-            writer = _Writer(None, Events(Source().events(), heartbeat_s=8.0, stall_timeout_s=2.0), open_)
+            writer = _Writer(None, Events(Source().events(), heartbeat_s=8.0), 2.0, open_)
             assert writer._period_s == 0.5, "four looks in the shorter of the two times"
             writer._loop = timer = FakeTimer()
             writer._write_began_s = timer.now_s - waited_s
@@ -270,10 +272,8 @@ def test_a_comment_comes_after_the_heartbeat(silent_s, is_broken):
 
     async def scenario():
         async with asyncio.timeout(None) as open_:
-            events = Events(
-                Source().events(), heartbeat_s=4.0, stall_timeout_s=8.0, heartbeat=b"event: ping\n\n"
-            )
-            writer = _Writer(send, events, open_)
+            events = Events(Source().events(), heartbeat_s=4.0, heartbeat=b"event: ping\n\n")
+            writer = _Writer(send, events, 8.0, open_)
             writer._loop = timer = FakeTimer()
             writer._last_write_s = timer.now_s - silent_s
             writer._check_timer()

@@ -138,9 +138,13 @@ LONG = [
     ("/v1/messages", {"messages": [LONG_MESSAGE], "max_tokens": 9}, {"decode_body", "turn_prompt"}),
     ("/v1/messages/count_tokens", {"messages": [LONG_MESSAGE]}, {"decode_body", "turn_prompt"}),
     ("/v1/completions", {"prompt": LONG_TEXT}, {"decode_body", "encode"}),
-    ("/tokenize", {"prompt": LONG_TEXT, "return_token_strs": True}, {"decode_body", "encode", "text_after"}),
+    (
+        "/tokenize",
+        {"prompt": "hi", "return_token_strs": True, "unknown": LONG_TEXT},
+        {"decode_body", "encode", "text_after"},
+    ),
     ("/tokenize", {"messages": MANY}, {"turn_prompt"}),
-    ("/detokenize", {"tokens": [97] * INLINE_CHARACTERS}, {"decode_body", "decode_raw"}),
+    ("/detokenize", {"tokens": [97], "unknown": LONG_TEXT}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_prompt"}),
     (CHAT, {"messages": [EMPTY], "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
     ("/v1/completions", {"prompt": "hi", "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
@@ -244,7 +248,11 @@ def test_much_too_long_texts_are_not_tokenized(front, monkeypatch, path, body, p
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["param"] == param and "far more than 4095 tokens" in answer["error"]["message"]
     assert max(lengths) < 2 * len(LONG_TEXT)
-    assert front.ask(COUNT, {"input": LONG_TEXT * 2})[0] == 200, "who asks how long it is gets to know"
+    status, answer = front.ask(COUNT, {"input": LONG_TEXT * 20})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert front.ask(COUNT, {"input": LONG_TEXT[:9000]})[1]["input_tokens"] > 9000, (
+        "a little too long is counted"
+    )
 
 
 def test_requests_that_are_too_long_with_their_history_do_not_reach_the_engine(front):

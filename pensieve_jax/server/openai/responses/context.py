@@ -34,7 +34,7 @@ from pensieve_jax.server.openai.responses.schemas import (
 from pensieve_jax.server.turns.checks import previous_response, template_error, unknown_previous
 from pensieve_jax.server.turns.items import Item, messages_of, position_of, text_of, with_new_ids
 from pensieve_jax.server.turns.template import ignores_effort
-from pensieve_jax.server.workers import WorkEstimate, is_long
+from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text.messages import Message, num_characters
 from pensieve_jax.text.tools import num_tool_characters
 
@@ -112,8 +112,8 @@ def request_context(
     return RequestContext(
         find=_with_call_ids(find or _by_messages(services, owner, messages, durable, options), given),
         num_characters=length,
-        estimate=WorkEstimate(
-            is_long(length, len(messages), num_tokens), find is not None or has_reply(messages)
+        estimate=WorkEstimate.of(
+            length, len(messages), num_tokens, asks_history=find is not None or has_reply(messages)
         ),
         new_items=items,
         conversation=conversation,
@@ -133,9 +133,11 @@ def reading(services: Services, owner: str, body: ContextFields, num_bytes: int)
         turn_id = body.previous_response_id.removeprefix("resp_")
         num_tokens = services.resolver.index.num_tokens(owner, turn_id)
     reads_items = body.conversation_id is not None or any(map(is_reference, items))
-    return WorkEstimate(
-        reads_items or is_long(num_bytes, len(items), num_tokens),
-        reads_items or body.previous_response_id is not None,
+    return WorkEstimate.of(
+        num_bytes,
+        len(items),
+        None if reads_items else num_tokens,
+        asks_history=reads_items or body.previous_response_id is not None,
     )
 
 

@@ -54,11 +54,11 @@ from pensieve_jax.server.openai.responses.schemas import (
 )
 from pensieve_jax.server.turns.checks import check_metadata
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import SOME_WORK
 
 _MAX_TRIES = 3  # attempts of a change, if concurrent changes of the conversation come first
 # The history counts the characters of all items of a conversation.
-_MEASURING: Final = WorkEstimate(is_long=True, asks_history=True)
+_MEASURING: Final = SOME_WORK._replace(asks_history=True)
 LIFETIME_S: Final = 600.0
 MAX_UNANSWERED: Final = 10_000
 
@@ -109,6 +109,7 @@ class Conversations:
         """Create a conversation with its first items."""
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
+        call.ticket.charge("written_rows", 1 + len(body.items or ()))
         items = await call.run_cpu(
             lambda: json.dumps(with_new_ids(_new_items(call, body.items or [])), separators=COMPACT)
         )
@@ -174,6 +175,7 @@ class Conversations:
         body = await call.decode(NewItems)
         if not body.items:
             raise invalid_value("items", "items is empty, but must have at least one item.")
+        call.ticket.charge("written_rows", len(body.items))
         new_items = await call.run_cpu(_new_items, call, body.items)
         key, now_s = idempotency_key(call.headers), call.services.now_s()
         append = self._appends.begin(

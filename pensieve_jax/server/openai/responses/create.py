@@ -108,6 +108,9 @@ class ResponseCreation:
         body = await call.decode(CreateResponse)
         check_create(body)
         check_model(call.services, body.model)
+        call.charge_stream(body.stream)
+        if body.stores:
+            call.ticket.charge("written_rows", 2 + (len(body.input) if isinstance(body.input, list) else 1))
         key = idempotency_key(call.headers)
         if key is not None and not body.stores:
             sentence = "Idempotency-Key needs store: a response that is not stored cannot be returned again."

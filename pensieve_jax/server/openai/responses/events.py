@@ -210,7 +210,6 @@ class ResponseStreams:
         return Events(
             events,
             heartbeat_s=settings.heartbeat_s,
-            stall_timeout_s=settings.stall_timeout_s,
             on_end=on_end,
         )
 

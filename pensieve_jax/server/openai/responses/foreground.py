@@ -22,7 +22,7 @@ from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.turns.checks import commit_context
 from pensieve_jax.server.turns.run import RunningTurns, TimedTurn, run_turns, start_turns, takes_long
 from pensieve_jax.server.turns.sampling import completion_usage
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text.replies import shown_marks
 
 
@@ -109,9 +109,14 @@ class ForegroundResponse:
         self._counts |= completion_usage([output.usage])
         # Use the engine's time, so that a later GET, which reads the history, returns the same one.
         ended_at_s = self._services.now_s() if output.ended_at_s is None else output.ended_at_s
-        services, work = self._services, WorkEstimate(takes_long([output]))
-        return await services.run_cpu(
-            self._plan.owner, work, finished_response, self.head, output, ended_at_s, services.token_texts
+        return await run_cpu(
+            self._plan.owner,
+            takes_long([output]),
+            finished_response,
+            self.head,
+            output,
+            ended_at_s,
+            self._services.token_texts,
         )
 
     def delivered(self) -> None:

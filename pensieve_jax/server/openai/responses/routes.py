@@ -22,7 +22,7 @@ from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
 from pensieve_jax.server.openai.responses.response import stored_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.openai.responses.schemas import CountTokens, check_context
-from pensieve_jax.server.turns.checks import check_model
+from pensieve_jax.server.turns.checks import check_model, context_token_limit
 
 
 class Responses:
@@ -70,6 +70,7 @@ class Responses:
         streams = call.query.get("stream", "false").lower() == "true"
         if not streams and call.query.get("starting_after") is not None:
             raise invalid_value("starting_after", "starting_after needs stream=true.")
+        call.charge_stream(streams)
         run = self.background.find(call.owner, response_id)
         if run is None or run.head is None or run.has_ended:
             history = call.services.history
@@ -119,7 +120,14 @@ class Responses:
         services, owner = call.services, call.owner
         estimate = reading(services, owner, body, len(call.body))
         context = await services.run_cpu(
-            owner, estimate, request_context, services, owner, body, durable=True
+            owner,
+            estimate,
+            request_context,
+            services,
+            owner,
+            body,
+            durable=True,
+            token_limit=context_token_limit(services),
         )
         call.notes.ignored_fields += context.ignored_fields
         with renamed_fields(ENGINE_FIELDS):

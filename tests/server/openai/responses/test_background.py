@@ -282,11 +282,11 @@ def test_foreground_requests_go_first(server, client):
     first = client.responses.create(input="hi", background=True)
     turn_of(server)
     limits = server.harness.services.limits
-    server.on_loop(lambda: setattr(limits, "_num_waiting", 1))
+    server.on_loop(lambda: limits._num_waiting_of.update(other=1))
     second = client.responses.create(input="ho", background=True)
     wait_until(lambda: client.responses.retrieve(second.id).status == "queued")
     assert len(server.engine.turns) == 1
-    server.on_loop(lambda: setattr(limits, "_num_waiting", 0))
+    server.on_loop(limits._num_waiting_of.clear)
     feed(server, turn_of(server, 1), "hello", end=True)
     assert ended(client, second.id).output_text == "hello"
     feed(server, server.engine.turns[0], "hello", end=True)
@@ -399,10 +399,10 @@ def test_a_queued_response_survives_the_deletion_of_its_parent(tmp_path):
     with LiveServer(path, say("hello")) as server, server.client() as client:
         first = client.responses.create(input="hi")
         limits = server.harness.services.limits
-        server.on_loop(lambda: setattr(limits, "_num_waiting", 1))
+        server.on_loop(lambda: limits._num_waiting_of.update(other=1))
         second = client.responses.create(input="ho", previous_response_id=first.id, background=True)
         client.responses.delete(first.id)
-        server.on_loop(lambda: setattr(limits, "_num_waiting", 0))
+        server.on_loop(limits._num_waiting_of.clear)
         assert ended(client, second.id).output_text == "hello"
 
 

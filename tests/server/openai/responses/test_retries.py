@@ -15,7 +15,7 @@ import pytest
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.server.openai.responses.context import request_context
 from pensieve_jax.server.openai.responses.retries import UNDELIVERED_LIFETIME_S, IdempotencyStore, TtlCache
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import INLINE_CHARACTERS, WorkEstimate
 from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
@@ -403,7 +403,7 @@ def test_the_same_key_at_once_with_a_conversation_gets_one_response(tmp_path, mo
 
     with LiveServer(tmp_path / "history.sqlite", say("hello")) as server, server.client() as client:
         conversation = client.conversations.create().id
-        is_long = WorkEstimate(True, False)
+        is_long = WorkEstimate(INLINE_CHARACTERS + 1)
         monkeypatch.setattr("pensieve_jax.server.openai.responses.create.reading", lambda *_: is_long)
         monkeypatch.setattr("pensieve_jax.server.openai.responses.plan.request_context", slow)
         ask = partial(client.responses.create, input="hi", background=background, extra_headers=keyed())
