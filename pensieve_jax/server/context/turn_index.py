@@ -85,14 +85,17 @@ class PastTurn:
 
 
 def _num_bytes(value: Any) -> int:
-    """Return the estimated memory use of a JSON value."""
-    if isinstance(value, str):
-        return sys.getsizeof(value)
-    if isinstance(value, dict):
-        return sys.getsizeof(value) + sum(map(_num_bytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sys.getsizeof(value) + sum(map(_num_bytes, value))
-    return 0
+    """Return the estimated memory use of a JSON value, which may be nested deeper than Python's stack."""
+    waiting, num_bytes = [value], 0
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str | dict | list | tuple):
+            num_bytes += sys.getsizeof(one)
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, list | tuple):
+            waiting += one
+    return num_bytes
 
 
 class TurnSource(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve_jax.core.errors import UnknownTurnError
+from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
 from tests.server.context.no_turns import NoTurns
 
@@ -100,3 +101,13 @@ def test_lookup_by_id():
     index.forget("ann", "root")
     with pytest.raises(UnknownTurnError, match="root"):
         index.path(child)
+
+
+def test_the_size_of_a_turn_counts_tools_of_any_depth():
+    """A schema of a tool may be nested deeper than Python's stack."""
+    deep = {"a": "x"}
+    for _ in range(5_000):
+        deep = {"a": [deep]}
+    size = past("a").num_bytes
+    given = past("a", template_input=TemplateInput(({"type": "function", "function": deep},)))
+    assert given.num_bytes > size + 5_000 * 200
