@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,7 +35,7 @@ def main() -> int:
     os.environ[DIRECTORY_VARIABLE] = str(directory)  # the engine's process inherits it
     LOGGER.addFilter(lambda record: record.levelno > logging.INFO)  # a line for each request is of no use
     timer = LoopTimer(SliceLog(directory / "front"))
-    uvloop.new_event_loop = timer.wrap(uvloop.new_event_loop)
+    uvloop.new_event_loop = timer.wrap(uvloop.new_event_loop)  # type: ignore[assignment]
     return serve.serve(TimedEngine)
 
 
@@ -47,4 +46,4 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
     define_flags()
-    sys.exit(run(main))
+    run(main)

@@ -118,9 +118,9 @@ class BytesResponse:
                 piece = self.body[begin : begin + _PIECE_BYTES]
                 async with asyncio.timeout(stall_timeout_s):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await asyncio.sleep(0)  # lets other requests and the watch task run
                 if watch.done():
                     break
-            await asyncio.sleep(0)  # lets the watch task run
             is_written = not watch.done()
         except TimeoutError as error:
             raise ClientGoneError from error

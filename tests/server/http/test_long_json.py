@@ -51,6 +51,9 @@ def test_a_long_response_yields_to_others_behind_each_piece():
     async def send(message):
         sent.append(message)
 
+    async def never():
+        await asyncio.Event().wait()
+
     async def count():
         while True:
             seen.append(len(sent))
@@ -58,7 +61,7 @@ def test_a_long_response_yields_to_others_behind_each_piece():
 
     async def serve():
         other = asyncio.ensure_future(count())
-        await long_json_reply(value).send(None, send)
+        await long_json_reply(value).send(never, send)
         other.cancel()
 
     asyncio.run(serve())
