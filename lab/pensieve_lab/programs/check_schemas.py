@@ -10,8 +10,8 @@ get a second turn. In between, the engine is closed and opened again on the same
 independent validator, checks the replies. The exit status is 1 if a reply is invalid. Replies that the token
 limit cut are counted.
 
-`--num_shares` divides the schemas into shares, and `--share` names the one to run, so that a long check can run
-in parts. Each part writes its own document; together they are the whole check.
+`--num_shares` divides the schemas into shares, and `--share` names the one to run, so that a long check can
+run in parts. Each part writes its own document; together they are the whole check.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Check:
 def opened(model: str, private: str) -> LLM:
     """Open the model with a cache that is too small for a round, and files in the directory `private`."""
     config = EngineConfig(
-        cache=CacheConfig(gpu_pages=40, cpu_pages=24, chunk_tokens=16),
+        cache=CacheConfig(gpu_pages=64, cpu_pages=40, chunk_tokens=16),
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.num_conversations,
             max_num_batched_tokens=128,
