@@ -31,6 +31,8 @@ from pensieve_jax.text import Tokenizer
 from pensieve_lab.schema_check.bench import Case
 from pensieve_lab.schema_check.validation import LEAP_SECOND, problem_of
 
+PAGES: Final = (224, 128)
+"""Pages of device memory and of host memory; the turns of a round need several times as many."""
 _CONTEXT_TOKENS: Final = 1024
 _ROUNDS_PER_ENGINE: Final = 3
 _BATCH: Final = 48
@@ -244,8 +246,9 @@ def ending_bias(tokenizer: Tokenizer, bias: float) -> dict[int, float]:
 
 def opened(model: str, history: str | None, programs_dir: str) -> LLM:
     """Open the model with a cache that is too small for a round."""
+    gpu_pages, cpu_pages = PAGES
     config = EngineConfig(
-        cache=CacheConfig(gpu_pages=224, cpu_pages=128, chunk_tokens=16),
+        cache=CacheConfig(gpu_pages=gpu_pages, cpu_pages=cpu_pages, chunk_tokens=16),
         scheduler=SchedulerConfig(
             max_num_running=_BATCH,
             max_num_batched_tokens=_STEP_TOKENS,

@@ -63,7 +63,7 @@ def _is_multiple(
 ) -> Iterator[jsonschema.ValidationError]:
     """Check `multipleOf` with the numbers as they are written.
 
-    The validator's own check divides binary fractions, and finds that 671759711441.18 is no multiple of 0.01.
+    The validator's own check divides binary fractions, and denies that 671759711441.18 is a multiple of 0.01.
     """
     if validator.is_type(instance, "number") and _exact(instance) % _exact(divisor):
         yield jsonschema.ValidationError(f"{instance!r} is not a multiple of {divisor}")
