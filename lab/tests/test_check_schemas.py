@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
@@ -83,8 +85,11 @@ def test_replies_are_judged(schema, text, is_valid):
     assert (problem_of(schema, text) is None) is is_valid
 
 
-def test_only_a_second_60_is_a_known_difference():
-    pytest.importorskip("rfc3339_validator")
+def test_only_a_second_60_is_a_known_difference(monkeypatch):
+    """The validator knows this format only with another package, so the test brings its own check."""
+    pattern = re.compile(r"\d{4}-(0\d|1[0-2])-\d\dT\d\d:[0-5]\d:[0-5]\d(\.\d+)?Z")
+    checkers = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
+    monkeypatch.setitem(checkers, "date-time", (lambda text: pattern.fullmatch(text) is not None, ()))
     schema = {"items": {"format": "date-time"}}
     assert problem_of(schema, '["2020-01-02T03:04:05Z"]') is None
     assert problem_of(schema, '["2020-01-02T03:04:60.5Z"]') == LEAP_SECOND

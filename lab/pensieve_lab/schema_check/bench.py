@@ -67,7 +67,7 @@ class Bench(NamedTuple):
     def drawn(self, seed: int) -> Iterator[tuple[str, Any]]:
         """Yield all names in a random order, each file as likely as any other, with their schemas.
 
-        The schema of a file that the copy lacks is None.
+        A file that the copy lacks has None as its schema.
         """
         names = list(self.names)
         random.Random(seed).shuffle(names)
