@@ -42,6 +42,11 @@ def test_plain_sentences_code_and_links_are_no_findings():
     assert found("a.py", "x = 1  # noqa: nobody\n") == []
 
 
+def test_an_item_of_a_list_begins_a_sentence():
+    item = "- It says " + "very " * 20 + "much.\n"
+    assert found("a.py", f'"""A list:\n\n{item * 3}"""\n') == []
+
+
 def test_a_line_is_that_in_which_the_sentence_begins():
     assert found("a.py", "x = 1\n# One sentence. Whoever\n# reads the next.\n# Somebody does.\n") == [
         (2, "person"),

@@ -56,7 +56,7 @@ _VERB = re.compile(
 )
 _NUMBER = re.compile(r"(?<![\w.#/-])\d[\d,]*(?:\.\d+)?(?![\w/-])")
 _CODE = re.compile(r"`[^`]*`|\]\([^)]*\)|https?://\S+")
-_END = re.compile(r"[.!?:;](?=\s+[A-Z`\"*(]|\s*$)")
+_END = re.compile(r"[.!?:;](?=\s+(?:[-*] +)?[A-Z`\"*(]|\s*$)")  # the next sentence may be an item of a list
 _FIELD = re.compile(r"^\s{2,}\**[\w, *`.]+: ")
 _SECTION = re.compile(r"^\s*(?:Args|Returns|Yields|Raises|Attributes|Examples?):\s*$")
 _DIRECTIVE = re.compile(r"#\s*(?:type:|noqa|!|fmt:|[biuf]f?\d+\[)")

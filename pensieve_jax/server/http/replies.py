@@ -31,6 +31,7 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream in OpenAI's API."""
 COMMENT = b": still here\n\n"
 """A comment, which clients skip."""
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
 _TURN_BYTES: Final = 16 * 2**10
 """Bytes after which a stream yields to other requests: 1 to 2 ms of work for a stored reply."""
 _HEADERS = [
@@ -120,7 +121,14 @@ def error_reply(error: ApiError, request_id: str = "") -> BytesResponse:
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """Encode a server-sent event whose data is one line of JSON."""
+    """Encode a server-sent event whose data is one line of JSON.
+
+    U+0085, U+2028 and U+2029 end no line of an event, but clients that read lines with `str.splitlines`, as
+    httpx does, divide the data there. They are escaped.
+    """
+    if not data.isascii():
+        for character, escaped in _LINE_ENDS:
+            data = data.replace(character, escaped)
     if name is None:
         return b"data: %b\n\n" % data
     return b"event: %b\ndata: %b\n\n" % (name.encode("ascii"), data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 import uvloop
@@ -14,6 +15,7 @@ from pensieve_jax.server.http.replies import (
     HttpResponse,
     _close_on_disconnect,
     _Writer,
+    encode_json,
     event,
     json_reply,
 )
@@ -47,6 +49,14 @@ class Source:
 
     def open(self):
         return Harness([Route("GET", "/events", self.handler)]).open("GET", "/events")
+
+
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029"])
+def test_the_data_of_an_event_is_one_line_for_every_client(end):
+    text = f"\u00c2{end}\u2027{end}{end}\u202a"
+    name, data, blank = event(encode_json({"text": text}), "delta").decode().splitlines()
+    assert (name, blank) == ("event: delta", "")
+    assert json.loads(data.removeprefix("data: ")) == {"text": text}
 
 
 def test_every_event_is_one_write():
