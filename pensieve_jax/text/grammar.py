@@ -58,7 +58,10 @@ _IS_LARK: Final = re.compile(r"^[^\S\n]*(?:%llguidance\b|start[^\S\n]*:)", re.MU
 _ASCII_ESCAPE: Final = re.compile(r"\\u00([2-7][0-9a-fA-F])")
 _MULTIPLE: Final = re.compile(r'multipleOf"\s*:\s*([-+.0-9eE]+)')
 # Words of the library's messages, for what it cannot hold and for what exceeds its limits.
-_UNSUPPORTED: Final = ("unimplemented", "not supported", "unknown format", "unsupported")
+_UNSUPPORTED: Final = (
+    *("unimplemented", "not supported", "only supported", "unknown format", "unsupported"),
+    "are not disjoint",
+)
 _TOO_COMPLEX: Final = ("too complex", "too large", "too many", "max is", "exceeded", "limit", "fuel")
 
 

@@ -363,6 +363,16 @@ def test_an_id_that_was_not_allowed_fails():
             UnsupportedGrammarError,
             "oneOf",
         ),
+        (
+            StructuredOutput.json_schema({"properties": {"a": {}}, "minProperties": 1}),
+            UnsupportedGrammarError,
+            "min/maxProperties",
+        ),
+        (
+            StructuredOutput.json_schema({"patternProperties": {"^a": {"type": "null"}, "b$": {}}}),
+            UnsupportedGrammarError,
+            "not disjoint",
+        ),
         (StructuredOutput.json_schema({"$ref": "#/x"}), InvalidRequestError, "does not exist"),
         (StructuredOutput.json_schema(False), InvalidRequestError, "Unsatisfiable"),
         (StructuredOutput.regex("((("), InvalidRequestError, "unclosed group"),
