@@ -39,7 +39,7 @@ class FairQueue[T]:
     def first(self, may_leave: Callable[[str], bool] | None = None) -> T | None:
         """Return the entry that leaves next, or None. An owner that comes later may get in before it.
 
-        `may_leave` says of which owners an entry may leave now; None: of all.
+        `may_leave` says whether an owner's entry may leave now. None lets all owners' entries leave.
         """
         owner = self._next_owner(may_leave)
         return None if owner is None else self._entries[owner][0][0]
