@@ -28,6 +28,8 @@ from pensieve_jax.history.server_tables.changes import (
     HistoryChange,
     QueueResponse,
     ResponseDraft,
+    StartResponse,
+    TakeBackStart,
     UpdateConversation,
 )
 from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnKey, TurnRecord
@@ -256,6 +258,10 @@ def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str
     match change:
         case QueueResponse():
             responses_table.queue(connection, change)
+        case StartResponse():
+            responses_table.start(connection, change)
+        case TakeBackStart():
+            responses_table.take_back_start(connection, change)
         case EndResponse():
             removed = responses_table.end(connection, change, in_use)
         case DeleteResponse():

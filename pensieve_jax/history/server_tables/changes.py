@@ -76,6 +76,7 @@ class ResponseRecord:
       template_input: what its turn was rendered with, and how its text is read.
       error: JSON object of a failed response.
       job: for a queued background response, what is needed to run it again, as it was given.
+      starts: number of runs without a known end; see `StartResponse`.
       logprobs: of each token of the reply, packed by `codec.pack_logprobs`; None if they were not requested.
     """
 
@@ -97,6 +98,7 @@ class ResponseRecord:
     job: bytes | None = None
     logprobs: bytes | None = None
     template_input: TemplateInput = NO_INPUT
+    starts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,30 @@ class QueueResponse:
     draft: ResponseDraft
     job: bytes
     parent_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartResponse:
+    """The number of a queued response's runs without a known end.
+
+    It is stored before an engine gets the response, and again with one less once a run has ended without a
+    death of the engine. A response that has ended raises UnknownRecordError.
+
+    Attributes:
+      starts: the count from now on. As it is not a difference, storing it twice does no harm.
+    """
+
+    owner: str
+    response_id: str
+    starts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBackStart:
+    """One run less without a known end, when an engine stops in order; others are not changed."""
+
+    owner: str
+    response_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +251,8 @@ class Expire:
 
 type HistoryChange = (
     QueueResponse
+    | StartResponse
+    | TakeBackStart
     | EndResponse
     | DeleteResponse
     | CreateConversation
