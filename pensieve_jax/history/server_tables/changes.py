@@ -127,6 +127,18 @@ class ItemRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageQuota:
+    """The most that one owner may store; None does not limit.
+
+    A change with a quota raises StorageQuotaError if it increases an amount beyond it; nothing is stored.
+    """
+
+    conversations: int | None = None
+    responses: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueResponse:
     """Storage of a background response as queued, before its client learns that it exists.
 
@@ -137,6 +149,11 @@ class QueueResponse:
     draft: ResponseDraft
     job: bytes
     parent_id: str | None = None
+    quota: StorageQuota | None = None
+
+    @property
+    def owner(self) -> str:
+        return self.draft.owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +208,18 @@ class CreateConversation:
     metadata: str
     created_at_s: float
     items: str = "[]"
+    quota: StorageQuota | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateConversation:
-    """Replacement of a conversation's metadata."""
+    """Replacement of a conversation's metadata, which counts as activity at `updated_at_s`."""
 
     owner: str
     conversation_id: str
     metadata: str
+    updated_at_s: float = 0.0
+    quota: StorageQuota | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +241,8 @@ class AppendItems:
     Attributes:
       idempotency: key of the request; it is valid within this conversation.
       name: name from which the items' ids are derived, and which a repeated request gets from the history.
-      appended_at_s: the current time; a key that has expired by then may be used again.
+      appended_at_s: the current time, until which the conversation was active. A key that has expired by then
+        may be used again.
     """
 
     owner: str
@@ -231,6 +252,7 @@ class AppendItems:
     idempotency: Idempotency | None = None
     name: str = ""
     appended_at_s: float = 0.0
+    quota: StorageQuota | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,9 +266,21 @@ class DeleteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expire:
-    """Deletion of expired responses and idempotency keys; a few at a time, so repeat it."""
+    """Deletion of expired responses and idempotency keys, and of idle conversations.
+
+    One change deletes a few of them, so repeat it while `HistoryReader.has_expired`. Raises ClockAheadError
+    if `now_s` is more than a day after the newest time in the history; see `clock_guard`.
+
+    Attributes:
+      confirmed_until_s: times up to this one are right, however far ahead they are; None confirms none.
+      idle_s: time without activity after which a server's conversation is deleted; None deletes none.
+      busy: owners and ids of conversations that stay, because a turn of them runs.
+    """
 
     now_s: float
+    idle_s: float | None = None
+    busy: tuple[tuple[str, str], ...] = ()
+    confirmed_until_s: float | None = None
 
 
 type HistoryChange = (

@@ -132,6 +132,9 @@ def queue(connection: Connection, change: QueueResponse) -> None:
     if change.parent_id is not None and not turns_table.exists(connection, draft.owner, change.parent_id):
         raise UnknownTurnError(change.parent_id)
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)
+    if draft.conversation is not None:  # it must not become idle while the response waits
+        key = draft.owner, draft.conversation.conversation_id
+        server_conversations.touch(connection, key, draft.created_at_s)
 
 
 def start(connection: Connection, change: StartResponse) -> None:

@@ -16,6 +16,7 @@ from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.http.storage import StorageCheck
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.workers import WorkEstimate, run_cpu, run_io
 from pensieve_jax.text import ChatFormat, Tokenizer
@@ -46,6 +47,7 @@ class Services:
       started_at: when the server started.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
       map_streams: number of cache map streams that each owner has open.
+      storage: checks before a turn whether its key may store more.
     """
 
     engine: EngineService
@@ -64,6 +66,11 @@ class Services:
     tracing: Tracing | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
     map_streams: Counter[str] = field(default_factory=Counter)
+    storage: StorageCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Create the check of what keys store."""
+        self.storage = StorageCheck(self.history, self.settings.storage_quota, self.read)
 
     @property
     def is_history_far(self) -> bool:

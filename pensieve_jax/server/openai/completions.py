@@ -254,8 +254,10 @@ class Completion:
             ]
 
     async def start(self) -> RunningTurns:
-        """Wait for a ticket and submit the turns; raise ApiError."""
+        """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError for stored ones."""
         body, services = self._body, self._services
+        if body.store:
+            await services.storage.check(self._owner)
         params = choice_params(
             body,
             services.defaults,

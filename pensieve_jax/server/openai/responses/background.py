@@ -1,7 +1,6 @@
 """Background responses, which continue after their client leaves and after a server restart.
 
-Owns: the set of running background responses, the form of their jobs in the history, and when the history
-deletes expired records.
+Owns: the set of running background responses, and the form of their jobs in the history.
 Does not know: requests, or how a response is sent. Called by `ResponseCreation` and `Responses`.
 
 A response is in the history before a client sees it. Its turn runs again, with the same seed and id, after
@@ -54,7 +53,6 @@ from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import (
     EndResponse,
-    Expire,
     QueueResponse,
     ResponseDraft,
     ResponseRecord,
@@ -75,6 +73,7 @@ from pensieve_jax.server.http.errors import (
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
+from pensieve_jax.server.openai.responses.expiry import Expiry
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import head_of, stored_logprobs, stored_response
@@ -94,8 +93,6 @@ POLL_S: Final = 10.0
 """Interval of the search for responses that another server left behind."""
 RETRY_S: Final = 0.5
 """Delay before retrying a failed call of the engine or the history."""
-_PERIOD_S: Final = 600.0
-"""Interval of deleting expired records."""
 _LEAVE_S: Final = 5.0
 """Time to take back the counts of runs when the server ends."""
 
@@ -107,6 +104,7 @@ class BackgroundResponses:
         """`locks` contains the conversations with a running turn, by owner and id."""
         self._services = services
         self._driver = BackgroundRunner(services)
+        self._expiry = Expiry(services, locks)
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
@@ -238,10 +236,7 @@ class BackgroundResponses:
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Run responses that were left behind; at exit, leave unfinished ones to the next server."""
-        tasks = [
-            asyncio.ensure_future(work)
-            for work in (self._run_left_behind(), delete_expired_periodically(self._services))
-        ]
+        tasks = [asyncio.ensure_future(work) for work in (self._run_left_behind(), self._expiry.run())]
         for task in tasks:
             task.add_done_callback(
                 log_end_of_task(_log, "a background task stopped unexpectedly; restart the server")
@@ -337,7 +332,12 @@ class BackgroundResponses:
             # Claim it before other servers can see it.
             await self._services.read(plan.owner, self._services.history.claims.take, name)
             job = encode_job(spec, plan.draft)
-            change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
+            change = QueueResponse(
+                draft=plan.draft,
+                job=job,
+                parent_id=resolved.node.parent_id,
+                quota=self._services.settings.storage_quota,
+            )
             try:
                 await self._services.engine.apply(change)
                 return resolved, spec
@@ -672,16 +672,3 @@ def draft_of(record: ResponseRecord) -> ResponseDraft:
     return ResponseDraft(
         **{name: getattr(record, name) for name in names}, expires_at_s=record.expires_at_s, background=True
     )
-
-
-async def delete_expired_periodically(services: Services) -> None:
-    """Delete expired records periodically, until this is cancelled."""
-    while True:
-        if services.engine.state == "ready":
-            now_s = services.now_s()
-            with suppress(PensieveError):  # retried after the interval
-                await services.engine.apply(Expire(now_s=now_s))
-                # Each change deletes a few records, so that engine steps run in between.
-                while await services.read("", services.history.has_expired, now_s):
-                    await services.engine.apply(Expire(now_s=now_s))
-        await asyncio.sleep(_PERIOD_S)
