@@ -512,7 +512,8 @@ class BackgroundRunner:
                 # It is still queued in the history: retry here, or let the next server run it.
                 if self._services.engine.state == "draining":
                     break
-                if not is_logged:
+                # A restart of the engine is logged by its supervisor.
+                if not is_logged and isinstance(failure, HistoryError):
                     _log.error("the end of a background response could not be written", exc_info=failure)
                     is_logged = True
                 await asyncio.sleep(RETRY_S)
