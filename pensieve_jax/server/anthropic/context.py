@@ -78,8 +78,8 @@ def context_of(body: ContextFields) -> Context:
     if body.system is not None:
         reader.add_system(body.system)
     for index, message in enumerate(body.messages):
-        # Anthropic's API also refuses an assistant's message that is empty, but a reply of this server can be,
-        # and its client sends it again.
+        # Anthropic's API also refuses an empty message of the assistant. But a reply of this server can be
+        # empty, and its client sends it again.
         if not message.content and message.role != "assistant":
             path = f"messages[{index}].content"
             raise invalid_value(path, f"{path} is empty, but must be text or at least one block.")
