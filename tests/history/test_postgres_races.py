@@ -202,6 +202,7 @@ def test_a_transaction_that_postgres_aborts_in_a_deadlock_is_repeated(postgres, 
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
     with ThreadPoolExecutor(1) as threads, psycopg.connect(parse(url).url) as other:
         other.execute(f"SET search_path = {parse(url).namespace}".encode())
+        other.commit()  # otherwise the first rollback below would undo it
         for version in range(5):
             turns = [turn(), turn()]
             drafts = [
