@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.change_guard import ChangeGuard, change
-from pensieve_jax.core.clock import Clock, WallClock
+from pensieve_jax.core.clock import Clock, SteadyClock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
 from pensieve_jax.core.outputs import FinishReason
@@ -107,9 +107,11 @@ class Engine:
         self._cost_model = cost_model
         self._tokenizer = tokenizer
         self._clock = clock or WallClock()
+        # The order of eviction needs a clock that never goes back, which the wall clock may.
+        self._order_clock = clock or SteadyClock()
         self._stats = EngineStats()
         self._observe = observe
-        self._drops = DropJournal(self._clock)
+        self._drops = DropJournal(self._order_clock)
         self._closed = False
         self._guard = ChangeGuard(self._recreate_state)
         self._needs_new_pools = False  # if True, the next step makes new pools
@@ -121,7 +123,7 @@ class Engine:
         self._loop: EngineLoop[_LaunchedStep] = EngineLoop(
             config,
             self._cost_model,
-            self._clock,
+            self._order_clock,
             self._runner.transfers,
             self._stats,
             max_num_copies=config.runner.max_num_staged_pages,

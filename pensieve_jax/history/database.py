@@ -116,8 +116,9 @@ def _accept(
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
         connection.execute(schema.RESPONSES_BY_TREE)
         connection.execute(schema.NAMED_BY_ACTIVITY)
+        connection.execute(schema.KEPT_BY_ACTIVITY)
         if _pragma(connection, "user_version") != schema.SCHEMA_VERSION:
-            connection.execute(f"PRAGMA user_version = {schema.SCHEMA_VERSION}")
+            _upgrade(connection)
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
@@ -148,6 +149,17 @@ def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
     connection.execute("COMMIT")
 
 
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Upgrade an older history in one transaction, so that a kill leaves it as it was or complete."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        schema.upgrade(connection)
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
 def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
     """Raise the errors of `open_database` unless the file is a sound history of this version and model."""
     is_ours = _pragma(connection, "application_id") == schema.APPLICATION_ID
@@ -157,13 +169,13 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise _DamageError(f"quick_check reports: {' '.join(findings[0].split())}")
-    if version not in schema.READ_VERSIONS:
+    if version not in (*schema.OLDER_VERSIONS, schema.SCHEMA_VERSION):
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which has schema version {version}, but this release reads and "
             f"writes version {schema.SCHEMA_VERSION}; use the release that wrote it or choose another path. "
             "The file was not changed."
         )
-    for table, columns in schema.newest_columns().items():
+    for table, columns in schema.columns_in(version).items():
         found = schema.columns_of(connection, table)
         if found != columns:
             raise _DamageError(f"table {table} has the columns {sorted(found)} instead of {sorted(columns)}")

@@ -174,10 +174,10 @@ def _check(connection: Connection, shown: str, fingerprint: str) -> None:
     application_id, version = marks
     if application_id != schema.APPLICATION_ID:
         raise HistoryMismatchError(f"history is {shown!r}, which is not a history.")
-    if version not in schema.READ_VERSIONS:
+    if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
             f"history is {shown!r}, which has schema version {version}, but this release reads version "
-            f"{schema.SCHEMA_VERSION}; use the release that wrote it."
+            f"{schema.SCHEMA_VERSION}; {schema.how_to_read(version)}."
         )
     (written_by,) = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
     if written_by != fingerprint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
-from pensieve_jax.server import cache_view, operations, page
+from pensieve_jax.server import cache_view, operations, page, stored_view
 from pensieve_jax.server.allocator import return_free_memory, return_large_blocks
 from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
@@ -43,7 +44,7 @@ from pensieve_jax.text.token_texts import TokenTexts
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 _log = logging.getLogger(__name__)
-MODULES = (chat, completions, messages, operations, cache_view, page)
+MODULES = (chat, completions, messages, operations, cache_view, stored_view, page)
 ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 
 
@@ -106,7 +107,7 @@ def make_services(
         engine=engine,
         settings=settings,
         keys=keys,
-        limits=TurnAdmission(engine, settings, clock.now),
+        limits=TurnAdmission(engine, settings, time.monotonic),
         ledger=Ledger(settings.resource_budgets(), has_keys=settings.api_keys_file is not None),
         metrics=metrics,
         tokenizer=tokenizer,

@@ -113,6 +113,13 @@ class Metrics:
         self._front_waiting = self._gauge("pensieve:front_waiting", "Turns in the front end's queue.")
         self._held = self._gauge("pensieve:budget_held", "What open requests hold of a resource.", "resource")
         self._budget = self._gauge("pensieve:budget", "What requests may hold of a resource.", "resource")
+        self._stored = {
+            name: self._gauge(f"pensieve:stored_{name}", f"Stored {name} of all keys.")
+            for name in ("conversations", "responses", "bytes")
+        }
+        self._expiry_suspended = self._gauge(
+            "pensieve:expiry_suspended", "1 while nothing expires, because the clock is ahead of the history."
+        )
         self._num_deltas = self._num_delta_tokens = 0
 
     def render(self, num_waiting: int = 0, budgets: Mapping[str, tuple[int, int]] | None = None) -> bytes:
@@ -138,6 +145,17 @@ class Metrics:
     def refused(self, code: str) -> None:
         """Record a request that was refused with 429 or 503; `code` is the error's code."""
         self._child(self._refused, code).inc()
+
+    def stored(self, num_conversations: int, num_responses: int, num_bytes: int) -> None:
+        """Record what all owners store in the history."""
+        for gauge, amount in zip(
+            self._stored.values(), (num_conversations, num_responses, num_bytes), strict=True
+        ):
+            gauge.set(amount)
+
+    def expiry_suspended(self, is_suspended: bool) -> None:
+        """Record whether deletions wait until the clock is confirmed."""
+        self._expiry_suspended.set(is_suspended)
 
     def first_token(self, seconds: float) -> None:
         """Record that a reply began `seconds` after its request."""

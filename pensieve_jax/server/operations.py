@@ -78,6 +78,8 @@ async def metrics(call: HttpRequest) -> HttpResponse:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
             report.distributions = await services.engine.call("distributions")
+            if services.history is not None:
+                services.metrics.stored(*await services.read(call.owner, services.history.stored_by_all))
     return BytesResponse(
         services.metrics.render(services.limits.num_waiting, services.ledger.usage()), CONTENT_TYPE
     )

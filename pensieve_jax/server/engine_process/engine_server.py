@@ -23,6 +23,7 @@ from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Deltas, Turn, cancelled_output
+from pensieve_jax.history.server_tables.changes import ResponseDraft, TakeBackStart
 from pensieve_jax.prompts import PromptEncoder
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls
@@ -94,7 +95,7 @@ class EngineServer:
         self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
         # Turns whose grammars are still compiled, each with the message that submits it.
         self._held: dict[int, tuple[Submit, TurnSpec]] = {}
-        self._front_left = False
+        self._front_left = self._has_front_ended = False
         self._beat_s = -_BEAT_S
         self._num_deltas = self._num_delta_tokens = 0
         self._may_copy = False  # whether an idle engine may have copies, which start and finish in steps
@@ -113,6 +114,8 @@ class EngineServer:
         try:
             while not self._front_left:
                 self.run_once()
+            if self._has_front_ended:
+                self._take_back_starts()
         finally:
             self._front.close()
             try:
@@ -134,6 +137,18 @@ class EngineServer:
                 self._tell_end(self._numbers[turn], turn)
         self._beat()
         self._tell()
+
+    def _take_back_starts(self) -> None:
+        """Store that the background responses which are cancelled now ran at no death of an engine.
+
+        The front end has counted their starts, and has ended without taking them back.
+        """
+        running = [turn.reply.node for turn in self._turns.values()]
+        for node in (*running, *(spec.node for _, spec in self._held.values())):
+            draft = None if node is None else node.attachment
+            if isinstance(draft, ResponseDraft) and draft.background:
+                with contextlib.suppress(PensieveError):  # they run alone next time
+                    self._engine.apply(TakeBackStart(owner=draft.owner, response_id=draft.response_id))
 
     # Incoming messages
 
@@ -167,7 +182,7 @@ class EngineServer:
     def _receive(self, data: bytes) -> None:
         try:
             if not data:
-                self._front_left = True
+                self._front_left = self._has_front_ended = True
                 self._reader.finish()
             for message in self._messages(data):
                 handle = self._handlers.get(type(message))

@@ -31,6 +31,7 @@ from pensieve_jax.core.errors import (
     LogitsError,
     PensieveError,
     StepFailedError,
+    StorageQuotaError,
     TokenizerMissingError,
     UnknownConversationError,
     UnknownRecordError,
@@ -55,6 +56,8 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     UnknownTurnError: (404, "previous_response_not_found", {}),
     ConversationBusyError: (409, "conversation_locked", _RETRY_SOON),
     ConversationChangedError: (409, "conversation_locked", _RETRY_SOON),
+    # OpenAI's code for a quota that waiting does not restore; its client would retry a 429 by itself.
+    StorageQuotaError: (429, "insufficient_quota", _NO_RETRY),
     StepFailedError: (500, "step_failed", _NO_RETRY),
     LogitsError: (500, "logits_not_finite", _NO_RETRY),
     GrammarFailedError: (500, "grammar_failed", _NO_RETRY),
@@ -224,6 +227,13 @@ def _as_sentence(error: BaseException) -> str:
                 else "Try again."
             )
             return f"The history cannot be reached at the moment. {outcome}"
+        case StorageQuotaError(amount=str(amount), stored=int(stored), limit=int(limit)):
+            kinds = {"conversations": "conversations", "responses": "responses"}
+            deletable = kinds.get(amount, "responses or conversations")
+            return (
+                f"This key stores {stored:,} {amount} of at most {limit:,}. Delete {deletable} to make room; "
+                "GET /v1/pensieve/stored lists them."
+            )
         case ChatTemplateError():
             other_messages = "" if error.refuses_all else "change the messages, or "
             return f"{error.problem}; {other_messages}send text to /v1/completions."

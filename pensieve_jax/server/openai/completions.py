@@ -272,8 +272,10 @@ class Completion:
             ]
 
     async def start(self) -> RunningTurns:
-        """Wait for a ticket and submit the turns; raise ApiError."""
+        """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError for stored ones."""
         body, services = self._body, self._services
+        if body.store:
+            await services.storage.check(self._owner)
 
         async def start() -> Sequence[AsyncTurn]:
             # The ids are chosen only now, after the wait: a new root goes to the engine that is least loaded.

@@ -127,6 +127,7 @@ class Conversations:
             metadata=row.metadata,
             created_at_s=row.created_at_s,
             items=items,
+            quota=call.services.settings.storage_quota,
         )
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(row))
@@ -143,6 +144,8 @@ class Conversations:
             owner=call.owner,
             conversation_id=call.path["conversation_id"],
             metadata=json.dumps(body.metadata or {}),
+            updated_at_s=call.services.now_s(),
+            quota=call.services.settings.storage_quota,
         )
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(await _row(call)))
@@ -204,6 +207,7 @@ class Conversations:
                 idempotency=append.idempotency,
                 name=append.name,
                 appended_at_s=now_s,
+                quota=call.services.settings.storage_quota,
             )
 
         async def stored_name() -> str | None:

@@ -10,7 +10,8 @@ import pytest
 from pensieve_jax.core.errors import EngineDiedError, HistoryError, HistoryMismatchError, StepFailedError
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import responses_table
-from pensieve_jax.history.server_tables.changes import DeleteResponse, QueueResponse
+from pensieve_jax.history.server_tables.changes import DeleteResponse, Expire, QueueResponse, StartResponse
+from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses import background
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from tests.server.fakes import say
@@ -49,8 +50,9 @@ def ended(client, response_id: str):
 def test_a_response_is_queued_running_and_completed(server, client):
     queued = client.responses.create(input="hi", background=True)
     assert queued.status == "queued" and queued.background and queued.output == [] and queued.usage is None
-    assert isinstance(server.engine.changes[-1], QueueResponse)
     turn = turn_of(server)
+    of_it = [change for change in server.engine.changes if not isinstance(change, Expire)]
+    assert list(map(type, of_it)) == [QueueResponse, StartResponse]
     assert f"resp_{turn.turn_id}" == queued.id and turn.spec.params.seed is not None
     feed(server, turn, "hel")
     wait_until(lambda: client.responses.retrieve(queued.id).status == "in_progress")
@@ -386,7 +388,8 @@ def test_expired_responses_are_deleted_in_small_batches(tmp_path, monkeypatch):
     path = tmp_path / "history.sqlite"
     with LiveServer(path, say("hello")) as server, server.client() as client:
         ids = [client.responses.create(input="hi").id for _ in range(3)]
-    with LiveServer(path, start_s=START_S + 31 * 24 * 3600) as server, server.client() as client:
+    settings, start_s = ServerSettings(confirm_clock="2026-10-22"), START_S + 31 * 24 * 3600
+    with LiveServer(path, start_s=start_s, settings=settings) as server, server.client() as client:
         wait_until(lambda: len(server.engine.changes) == 3)
         for response_id in ids:
             with pytest.raises(openai.NotFoundError):
