@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.stats import COMMIT_S_BOUNDS, STEP_TOKENS_BOUNDS
+from pensieve_jax.server.logs import num_dropped_lines
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (
@@ -322,6 +323,7 @@ class EngineReport(Collector):
         )
         usage = self._used("num_free_cpu_pages", "num_cpu_pages")
         yield self._gauge("pensieve:cpu_cache_usage_perc", "Share of CPU slots in use; 1 is all.", usage)
+        yield self._log_lines()
         yield self._chunks()
         yield self._tier_bytes()
         yield from self._by_replica()
@@ -356,6 +358,13 @@ class EngineReport(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _log_lines(self) -> Metric:
+        text = "Lines of the log that were dropped because its reader had stopped, by process."
+        family = CounterMetricFamily("pensieve:log_lines_dropped", text, labels=["model_name", "process"])
+        family.add_metric([self._model_name, "front"], float(num_dropped_lines()))
+        family.add_metric([self._model_name, "engine"], self._value("num_log_lines_dropped"))
         return family
 
     def _chunks(self) -> Metric:

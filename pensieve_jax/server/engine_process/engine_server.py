@@ -44,6 +44,7 @@ from pensieve_jax.server.engine_process.messages import (
     submitted,
 )
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, UnreadableError, WireError
+from pensieve_jax.server.logs import num_dropped_lines
 from pensieve_jax.text import Tokenizer
 
 _READ_BYTES = 1 << 16
@@ -282,6 +283,7 @@ class EngineServer:
             "num_deltas": self._num_deltas,
             "num_delta_tokens": self._num_delta_tokens,
             "engine_thread_s": time.thread_time(),
+            "num_log_lines_dropped": num_dropped_lines(),
         }
 
     def _tell(self) -> None:
