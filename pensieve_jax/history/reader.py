@@ -143,8 +143,8 @@ class HistoryReader:
     ) -> KnownRequest | None:
         """Return the request that was sent with an unexpired key.
 
-        With `conversation_id`, a request that appended items to that conversation; otherwise a request for a
-        response.
+        With `conversation_id`, a request that appended items to that conversation, or with `NEW_CONVERSATION`
+        one that created a conversation; otherwise a request for a response.
         """
         row = self._run(
             lambda connection: idempotency_table.find(connection, owner, key, now_s, conversation_id)

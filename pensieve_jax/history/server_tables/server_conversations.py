@@ -114,7 +114,10 @@ def find_item(connection: Connection, owner: str, conversation_id: str, item_id:
 
 
 def create(connection: Connection, change: CreateConversation) -> None:
-    """Create a conversation with its first items; raise InvalidRequestError for an id that is taken."""
+    """Create a conversation with its first items.
+
+    Raises InvalidRequestError for an id or an idempotency key that is taken.
+    """
     key = (change.owner, change.conversation_id)
     limit = "an id that no conversation has"
     connection.execute_changing(
@@ -123,6 +126,16 @@ def create(connection: Connection, change: CreateConversation) -> None:
         lambda: InvalidRequestError("conversation_id", change.conversation_id, limit),
     )
     _insert_items(connection, key, parse_items(change.items, "items"))
+    if change.idempotency is not None:
+        idempotency_table.check(change.idempotency, "idempotency")
+        idempotency_table.keep(
+            connection,
+            change.owner,
+            change.idempotency,
+            change.conversation_id,
+            change.created_at_s,
+            idempotency_table.NEW_CONVERSATION,
+        )
 
 
 def update(connection: Connection, change: UpdateConversation) -> None:
@@ -147,6 +160,7 @@ def delete(connection: Connection, change: DeleteConversation, in_use: Collectio
         connection.execute(items, key)
         connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
         idempotency_table.forget_conversation(connection, *key)
+        idempotency_table.forget(connection, *key)
     else:
         connection.execute(f"{items} AND position <= ?", (*key, last))
         connection.execute(_CLEAR_HEAD, key)

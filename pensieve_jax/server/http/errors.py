@@ -164,6 +164,11 @@ def is_expected(error: BaseException) -> bool:
     return isinstance(error, (ApiError, *_MEANINGS))
 
 
+def is_taken_key(error: BaseException) -> bool:
+    """Return whether the history refused a change because another request has its idempotency key."""
+    return isinstance(error, InvalidRequestError) and error.field.endswith("idempotency.key")
+
+
 def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
     """Return the error response for any exception.
 
@@ -173,7 +178,7 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InvalidRequestError) and error.field.endswith("idempotency.key"):
+    if is_taken_key(error):
         sentence = (
             "Another server has just answered a request with this key; send it again to get that response."
         )
