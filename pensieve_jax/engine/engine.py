@@ -18,7 +18,12 @@ from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.change_guard import ChangeGuard, change
 from pensieve_jax.core.clock import Clock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    HistoryCorruptError,
+    PensieveError,
+    StepFailedError,
+)
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
@@ -194,6 +199,8 @@ class Engine:
         The caller must keep a reference to each returned turn, because the next call cancels turns without
         one. This also cancels all turns of a call that an interrupt (Ctrl-C) ends, at any line.
         """
+        if self._store.is_damaged and any(spec.is_durable for spec in specs):
+            raise HistoryCorruptError("The history was damaged while it was open; it stores no more turns.")
         return self._submitter.submit(specs)
 
     @change
@@ -221,6 +228,13 @@ class Engine:
             return self._step()
         except StepFailedError as error:
             return self._lose_step(error)
+
+    def wait_for_locks(self, seconds: float) -> None:
+        """Let changes of the history wait this long for another program's lock, and then raise
+        HistoryBusyError. Turns that end never wait within a step.
+        """
+        self._check_usable()
+        self._store.lock_wait_s = seconds
 
     def take_deltas(self) -> Deltas:
         """Return the new tokens of turns in progress since the last call; `step` returns the ended turns."""
@@ -333,6 +347,7 @@ class Engine:
             "num_known_turns": len(self._conversations.branches),
             "num_known_chunks": self._conversations.branches.num_chunks,
             "num_shared_prefixes": len(self._prefixes),
+            "history_is_damaged": int(self._store.is_damaged),
         }
 
     def distributions(self) -> dict[str, tuple[list[int], float]]:
@@ -420,7 +435,7 @@ class Engine:
         previous = self._loop.step(self._launch)
         following = self._loop.in_flight
         if previous is None:
-            return self._lose_failed_rows()
+            return self._ledger.retry() + self._lose_failed_rows()
         result = self._runner.fetch(previous.handle)
         self._late_rows.accept(previous.sampling, result.token_ids, result.logprobs)
         failure: StepFailedError | None = None
@@ -442,7 +457,7 @@ class Engine:
             step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
-            if reply is None or reply in broken:
+            if reply is None or reply in broken or self._ledger.is_complete(request):
                 continue  # it ended one step earlier or was cancelled: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             if not isfinite(logprob):
@@ -490,7 +505,8 @@ class Engine:
         ran = [
             reply
             for reply in replies
-            if reply.request.status is not RequestStatus.WAITING or reply.lacks_scores
+            if (reply.request.status is not RequestStatus.WAITING or reply.lacks_scores)
+            and not self._ledger.is_complete(reply.request)
         ]
         turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:

@@ -108,6 +108,11 @@ class HistoryReader:
         self.claims = opening.claims_of(history)
         self._run = self._connections.run
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a read has found the history itself damaged."""
+        return self._connections.is_damaged
+
     # Responses
 
     def response(self, owner: str, response_id: str) -> ResponseRecord:

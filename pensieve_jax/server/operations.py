@@ -27,7 +27,7 @@ from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.anthropic.models import VERSION_HEADER, model_info, model_page
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import invalid_value, overloaded, unsupported
+from pensieve_jax.server.http.errors import history_damaged, invalid_value, overloaded, unsupported
 from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
@@ -57,8 +57,10 @@ async def health(call: HttpRequest) -> HttpResponse:
 
 
 async def ready(call: HttpRequest) -> HttpResponse:
-    """Reply 200 if the engine accepts turns, immediately or after queueing, else 503."""
+    """Reply 200 if turns are accepted and stored, immediately or after queueing, else 503."""
     call.services.limits.check_ready()
+    if call.services.is_history_damaged():
+        raise history_damaged()
     return await health(call)
 
 

@@ -24,6 +24,8 @@ from pensieve_jax.core.errors import (
     GrammarFailedError,
     GrammarQueueFullError,
     GrammarTooComplexError,
+    HistoryBusyError,
+    HistoryCorruptError,
     HistoryError,
     HistoryUnavailableError,
     InvalidFieldError,
@@ -60,6 +62,8 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     GrammarFailedError: (500, "grammar_failed", _NO_RETRY),
     GrammarQueueFullError: (503, "overloaded", _RETRY_SOON),
     HistoryUnavailableError: (503, "history_unavailable", _RETRY_SOON),
+    HistoryBusyError: (503, "history_unavailable", _RETRY_SOON),
+    HistoryCorruptError: (503, "history_damaged", _NO_RETRY),
     HistoryError: (500, "history_failed", _NO_RETRY),
     EngineClosedError: (503, "overloaded", _RETRY_SOON),
 }
@@ -154,6 +158,11 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(503, "overloaded", message, headers={"retry-after": str(retry_after_s)})
 
 
+def history_damaged() -> ApiError:
+    """Return a 503 for what needs a damaged history."""
+    return as_api_error(HistoryCorruptError(""))
+
+
 def internal_error() -> ApiError:
     """Return a 500 for an unexpected exception, without its message."""
     return ApiError(500, "internal_error", INTERNAL_ERROR)
@@ -221,6 +230,12 @@ def _as_sentence(error: BaseException) -> str:
                 else "Try again."
             )
             return f"The history cannot be reached at the moment. {outcome}"
+        case HistoryBusyError():
+            return "Another program has locked the history. Nothing was stored; try again."
+        case HistoryCorruptError():
+            return "The history is damaged and stores nothing until an operator has restored it."
+        case HistoryError():  # its message names the server's file
+            return "The history could not be read or written; the server's log has the reason."
         case ChatTemplateError():
             other_messages = "" if error.refuses_all else "change the messages, or "
             return f"{error.problem}; {other_messages}send text to /v1/completions."

@@ -45,6 +45,7 @@ class Services:
       now_s: clock in seconds since the Unix epoch.
       started_at: when the server started.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
+      is_history_damaged: whether damage of the history was found since the start.
       map_streams: number of cache map streams that each owner has open.
     """
 
@@ -63,6 +64,7 @@ class Services:
     started_at: int
     tracing: Tracing | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
+    is_history_damaged: Callable[[], bool] = lambda: False
     map_streams: Counter[str] = field(default_factory=Counter)
 
     @property
