@@ -11,6 +11,8 @@ fixed lists, never client input. Counters of a restarted engine begin at zero, w
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -47,6 +49,14 @@ _FIRST_TOKEN_S = (
     80,
 )
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5)
+_OWNERS_COUNTS: Final = (
+    "prompt_tokens",
+    "reused_gpu_tokens",
+    "swapped_in_tokens",
+    "recomputed_tokens",
+    "prefilled_tokens",
+    "output_tokens",
+)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -55,12 +65,14 @@ class Metrics:
 
     Attributes:
       engine: the metrics that the engine counts itself.
+      by_owner: turns that ended successfully, and their tokens by origin, of each owner of a key.
     """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._children: dict[tuple[Any, str], Any] = {}
+        self.by_owner: defaultdict[str, Counts[str]] = defaultdict(Counts)
         self.engine = EngineReport(model_name)
         self.registry.register(self.engine)
         self._success = self._counter(
@@ -146,12 +158,18 @@ class Metrics:
         if num_tokens:
             self._between_s.observe(seconds / num_tokens)
 
-    def finished(self, output: Output, seconds: float, *, counts_context: bool = True) -> None:
-        """Record a turn that ended successfully, `seconds` after its request.
+    def finished(
+        self, output: Output, seconds: float, *, owner: str = "", counts_context: bool = True
+    ) -> None:
+        """Record a turn of `owner` that ended successfully, `seconds` after its request.
 
         The context counts if `counts_context`; of several replies to a prompt, it counts for one.
         """
         usage = output.usage
+        counts = self.by_owner[owner]
+        counts["num_turns_finished"] += 1
+        for name in _OWNERS_COUNTS:
+            counts[name] += getattr(usage, name)
         computed = usage.recomputed_tokens + usage.prefilled_tokens
         found = usage.reused_gpu_tokens + usage.swapped_in_tokens
         self._request_s.observe(seconds)
@@ -176,6 +194,11 @@ class Metrics:
         }
         for source, num_tokens in tiers.items():
             self._child(self._history, source).inc(num_tokens)
+
+    def counts_of(self, owner: str) -> dict[str, int]:
+        """Return the counts of an owner's turns since the start."""
+        counts = self.by_owner.get(owner, Counts())
+        return {name: counts[name] for name in ("num_turns_finished", *_OWNERS_COUNTS)}
 
     def matched(self, kind: str) -> None:
         """Record how a context's earlier turn was found: by "id", "message", "chunk", or "none"."""

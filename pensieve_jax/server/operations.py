@@ -27,7 +27,7 @@ from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.anthropic.models import VERSION_HEADER, model_info, model_page
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import history_damaged, invalid_value, overloaded, unsupported
+from pensieve_jax.server.http.errors import ApiError, history_damaged, invalid_value, overloaded, unsupported
 from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
@@ -70,8 +70,11 @@ async def version(call: HttpRequest) -> HttpResponse:
 
 
 async def metrics(call: HttpRequest) -> HttpResponse:
-    """Reply with all metrics in Prometheus format."""
+    """Reply with all metrics in Prometheus format; with keys, to an operator only."""
     services = call.services
+    if not call.is_operator:
+        sentence = "The metrics are about all owners; send an operator's key."
+        raise ApiError(403, "operator_key_required", sentence)
     report = services.metrics.engine
     report.stats = services.engine.last_stats
     # Only a hanging engine misses this timeout; its previous answers are then still usable.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, QueryParams
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
@@ -69,6 +69,11 @@ class HttpRequest:
     notes: RequestNotes
     receive: Receive
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may read numbers about all owners."""
+        return self.services.keys.is_operator(self.headers)
+
     async def decode[T](self, kind: type[T]) -> T:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
         offers = self.services.settings.tools
@@ -98,6 +103,25 @@ class HttpRequest:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
+
+
+def until_revoked(receive: Receive, revoked: asyncio.Future[None] | None) -> Receive:
+    """Return a channel that reports the client as gone once its key is revoked.
+
+    The body must have been read.
+    """
+    if revoked is None:
+        return receive
+
+    async def guarded() -> Message:
+        message: asyncio.Future[Any] = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait([message, revoked], return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if revoked.done() else message.result()
+        finally:
+            message.cancel()
+
+    return guarded
 
 
 async def until_disconnect(receive: Receive) -> None:
