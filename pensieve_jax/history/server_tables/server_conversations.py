@@ -214,6 +214,12 @@ def append_turn(
     _insert_items(connection, key, items)
 
 
+def check_version(connection: Connection, owner: str, append: ConversationAppend) -> None:
+    """Raise ConversationChangedError or UnknownRecordError if a turn that appends could not be committed."""
+    if find(connection, owner, append.conversation_id).version != append.expected_version:
+        raise ConversationChangedError(append.conversation_id)
+
+
 def _advance(connection: Connection, key: tuple[str, str], expected_version: int) -> None:
     """Compare and swap the version: a concurrent change waits for the first one, and then fails."""
     connection.execute_changing(_ADVANCE, (*key, expected_version), lambda: _changed(connection, key))

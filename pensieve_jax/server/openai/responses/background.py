@@ -26,6 +26,7 @@ from typing import Any, Final
 import msgspec
 
 from pensieve_jax.core.errors import (
+    HistoryBusyError,
     HistoryError,
     HistoryUnavailableError,
     PensieveError,
@@ -437,7 +438,7 @@ class BackgroundRunner:
             except PensieveError as error:
                 if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
-                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError)):
+                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError, HistoryBusyError)):
                     await self.fail(run, draft, as_api_error(error, ENGINE_FIELDS))
                     return
             if services.engine.state == "draining":
