@@ -11,6 +11,8 @@ import pytest
 
 from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.core.outputs import ToolCall
+from pensieve_jax.core.template_input import ReplyFormat, TemplateInput
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.text.reply_tokens import ReplyTokens
 from tests.fake_llm import fake_llm
 from tests.server.scripted import marked_tokenizer
@@ -81,6 +83,52 @@ def test_marks_that_the_detokenizer_loses_are_noticed(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A planted fault: without shown marks, the test of calls would fail."""
-    monkeypatch.setattr("pensieve_jax.engine.turn.shown_marks", lambda template: ())
+    monkeypatch.setattr("pensieve_jax.text.reply_tokens.shown_marks", lambda template: ())
     llm, params = scripted(REPLY)
     assert llm.chat(USER, params, tools=TOOLS).tool_calls == ()
+
+
+def test_a_turn_of_one_call_ends_with_it_and_its_tokens_are_kept(scripted: Scripted) -> None:
+    """In the engine itself; the turn's last token is the call's last bracket."""
+    llm, _ = scripted(REPLY + CALL)
+    template = TemplateInput(tuple(TOOLS), reply=ReplyFormat("hermes", "think", max_calls=1))
+    spec = TurnSpec([1, 2, 3], SamplingParams(max_tokens=500), "a", template_input=template)
+    (turn,) = llm.engine.submit([spec])
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    output = turn.result()
+    assert (output.finish_reason, output.token_ids[-1]) == ("stop", ord("}"))
+    assert output.text == REPLY.removesuffix("\n</tool_call>")
+    llm.close()
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "pythonic"])
+def test_a_reply_without_calls_does_not_have_the_mark_before_them(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """If that is one token, as in the first of these formats; no step waits for the mask."""
+    mark_id = TOKENIZER.mark_id("<tool_call>")
+    assert mark_id is not None
+    llm, harness = fake_llm(monkeypatch, tokenizer=TOKENIZER)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, allowed_token_ids=[mark_id, 97])
+    specs = [
+        TurnSpec(
+            [1, 2, 3],
+            params,
+            template_input=TemplateInput(tuple(TOOLS), reply=ReplyFormat(name, max_calls=limit)),
+        )
+        for limit in (None, 0)
+    ]
+    free, without = harness.engine.submit(specs)
+    while harness.engine.has_unfinished:
+        harness.engine.step()
+    assert set(free.result().token_ids) == {mark_id, 97}
+    assert set(without.result().token_ids) == ({97} if name == "hermes" else {mark_id, 97})
+    llm.close()
+
+
+def test_what_may_be_called_is_stored_with_a_turn() -> None:
+    for limit in (None, 0, 1):
+        given = TemplateInput(reply=ReplyFormat("hermes", max_calls=limit))
+        assert TemplateInput.unpacked(given.packed()) == given
+    assert TemplateInput(reply=ReplyFormat("hermes")).packed() == {"reply": {"calls": "hermes"}}

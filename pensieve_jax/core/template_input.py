@@ -16,16 +16,17 @@ class ReplyFormat:
     """How the text of a turn's reply is divided into parts.
 
     Attributes:
-      calls: row of `text.tool_formats` for tool calls; "" reads them as content.
+      calls: row of `text.tool_formats` for tool calls; "" if it is not known how the model writes them.
       reasoning: row for reasoning; "" reads it as content.
       is_open: whether the prompt ends with the mark that begins reasoning.
-      has_one_call: whether calls after the first are dropped.
+      max_calls: number of calls behind which the reply ends; None for any number. With 0, what the model
+        writes is content, and a mark before calls that is one token is not sampled.
     """
 
     calls: str = ""
     reasoning: str = ""
     is_open: bool = False
-    has_one_call: bool = False
+    max_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,10 @@ class TemplateInput:
         if not self.generation_prompt:
             packed["generation_prompt"] = False
         if self.reply != ReplyFormat():
-            packed["reply"] = {name: value for name, value in asdict(self.reply).items() if value}
+            plain = asdict(ReplyFormat())
+            packed["reply"] = {
+                name: value for name, value in asdict(self.reply).items() if value != plain[name]
+            }
         return packed
 
     @classmethod

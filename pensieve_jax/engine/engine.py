@@ -9,7 +9,7 @@ Called by `LLM`, streams and the server's engine process, always from one thread
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
@@ -59,13 +60,14 @@ from pensieve_jax.scheduler import (
     scoring_bucket,
 )
 from pensieve_jax.text import Message, Tokenizer
-from pensieve_jax.text.grammar import Grammars
+from pensieve_jax.text.grammar import Grammar, Grammars
 
 
 class _LaunchedStep(NamedTuple):
     """A launched step whose token ids have not been fetched.
 
     `is_late` is True if its choice waits for the ids of the step before it. `scored` is that of `Planner`.
+    `discarded` are requests whose ids mean nothing, since their masks had no time.
     """
 
     sampling: list[Grant]
@@ -73,6 +75,7 @@ class _LaunchedStep(NamedTuple):
     handle: Any
     is_late: bool
     scored: tuple[tuple[Request, int], ...]
+    discarded: set[Request]
 
 
 class Engine:
@@ -193,15 +196,19 @@ class Engine:
         self._conversations.expire_idle()
 
     @change
-    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
+    def submit(
+        self, specs: Sequence[TurnSpec], grammars: Mapping[StructuredOutput, Grammar] | None = None
+    ) -> list[Turn]:
         """Queue turns in order, after checking all of them: if one is invalid, none is queued.
+
+        `grammars` are compiled already; other forms of these turns are looked up or compiled here.
 
         The caller must keep a reference to each returned turn, because the next call cancels turns without
         one. This also cancels all turns of a call that an interrupt (Ctrl-C) ends, at any line.
         """
         if self._store.is_damaged and any(spec.is_durable for spec in specs):
             raise HistoryCorruptError("The history was damaged while it was open; it stores no more turns.")
-        return self._submitter.submit(specs)
+        return self._submitter.submit(specs, grammars or {})
 
     @change
     def cancel(self, turn: Turn) -> None:
@@ -417,14 +424,18 @@ class Engine:
         sampling = [grant for grant in output.grants if grant.samples]
         is_late = self._late_rows.wait_for_ids(sampling)
         num_rows, scored = plan.layout.max_num_samples, self._planner.scored
-        step = _LaunchedStep(sampling, num_rows, self._runner.launch(plan), is_late, scored)
+        step = _LaunchedStep(sampling, num_rows, self._runner.launch(plan), is_late, scored, set())
         if not is_late:
             self._choose(step)
         return step
 
     def _choose(self, step: _LaunchedStep) -> None:
-        """Start the choice of a launched step's ids."""
-        self._runner.choose(step.handle, self._late_rows.words(step.sampling, step.num_rows))
+        """Start the choice of a launched step's ids; rows without a mask in time wait for the next step."""
+        late_rows = self._late_rows
+        self._runner.choose(step.handle, late_rows.words(step.sampling, step.num_rows))
+        for request in late_rows.waiting:
+            self._loop.scheduler.take_back_sample(request)
+            step.discarded.add(request)
 
     def _step(self) -> list[Turn]:
         """Launch step N+1 before fetching the ids of step N.
@@ -437,7 +448,7 @@ class Engine:
         if previous is None:
             return self._ledger.retry() + self._lose_failed_rows()
         result = self._runner.fetch(previous.handle)
-        self._late_rows.accept(previous.sampling, result.token_ids, result.logprobs)
+        self._late_rows.accept(previous.sampling, result.token_ids, result.logprobs, previous.discarded)
         failure: StepFailedError | None = None
         if following is not None and following.is_late:
             try:
@@ -457,8 +468,13 @@ class Engine:
             step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
-            if reply is None or reply in broken or self._ledger.is_complete(request):
-                continue  # it ended one step earlier or was cancelled: discard the token
+            if (
+                reply is None
+                or reply in broken
+                or request in step.discarded
+                or self._ledger.is_complete(request)
+            ):
+                continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             if not isfinite(logprob):
                 broken.append(reply)

@@ -1,6 +1,6 @@
-"""Masks of the sampling options that exclude ids: `allowed_token_ids` and `bad_words`.
+"""Masks of what excludes ids: `allowed_token_ids`, `bad_words`, and a reply without tool calls.
 
-Owns: the ids that a turn's options exclude, and after which of its ids.
+Owns: the ids that a turn excludes, and after which of its ids.
 Does not know: grammars, steps, or how masks reach a device (`engine.late_rows`).
 Called by the submission of turns.
 """
@@ -63,30 +63,34 @@ class BadSequences:
 
 
 def option_rows(
-    params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, ending_ids: Sequence[int]
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    ending_ids: Sequence[int],
+    banned_ids: Sequence[int] = (),
 ) -> list[LateRow]:
-    """Return the masks of a turn's options.
+    """Return the masks of a turn's options, and of `banned_ids`, which the reply must not have.
 
-    Raises InvalidRequestError if an id may be missing to choose from: these options, and `min_tokens` with
+    Raises InvalidRequestError if an id may be missing to choose from: all of them, and `min_tokens` with
     `ending_ids`, must leave one together.
     """
     sequences: tuple[tuple[int, ...], ...] = ()
     if params.bad_words and tokenizer is not None:
         sequences = _sequences(params.bad_words, tokenizer)
-    if params.allowed_token_ids is None and not sequences:
+    if params.allowed_token_ids is None and not sequences and not banned_ids:
         return []
     allowed = np.full(num_words(vocab_size) * WORD_BITS, params.allowed_token_ids is None)
     allowed[vocab_size:] = False
     allowed[list(params.allowed_token_ids or ())] = True
     several = [ids for ids in sequences if len(ids) > 1]
-    _exclude(allowed, (ids[0] for ids in sequences if len(ids) == 1))
+    _exclude(allowed, (*banned_ids, *(ids[0] for ids in sequences if len(ids) == 1)))
     left = allowed.copy()
     _exclude(left, (ids[-1] for ids in several))
     if params.min_tokens:
         _exclude(left, ending_ids)
     if not left.any():
         field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"
-        limit = "at least one id that neither bad_words nor min_tokens excludes"
+        limit = "at least one id that neither bad_words, min_tokens nor tools without calls exclude"
         raise InvalidRequestError(field, getattr(params, field), limit)
     if params.structured is not None and not allowed[list(ending_ids)].any():
         field = "bad_words" if params.allowed_token_ids is None else "allowed_token_ids"

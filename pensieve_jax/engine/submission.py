@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
@@ -28,7 +28,8 @@ from pensieve_jax.engine.prefixes import PrefixTable
 from pensieve_jax.engine.turn import ReplyState, Turn
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.text import Tokenizer
-from pensieve_jax.text.grammar import Grammars
+from pensieve_jax.text.grammar import Grammar, Grammars
+from pensieve_jax.text.replies import banned_ids
 
 type _Choice = tuple[str, str | None, tuple[int, ...], int | None, int]
 
@@ -53,13 +54,13 @@ class TurnSubmitter:
         self._limits = limits
         self._tokenizer = tokenizer
 
-    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        """Queue turns in order; with nothing queued on errors.
+    def submit(self, specs: Sequence[TurnSpec], compiled: Mapping[StructuredOutput, Grammar]) -> list[Turn]:
+        """Queue turns in order; with nothing queued on errors. `compiled` has grammars of their forms.
 
         Raises the errors of `check_turns`, `option_rows` and `Grammars.compile`, and HistoryError.
         """
         places = check_turns(specs, self._limits, self._placer.conversations, self._tokenizer)
-        rows = [self._late_row(spec.params) for spec in specs]
+        rows = [self._late_row(spec, compiled) for spec in specs]
         turns: list[Turn] = []
         try:
             for (spec, placed), row in zip(self._placer.each(specs, places), rows, strict=True):
@@ -70,13 +71,15 @@ class TurnSubmitter:
             raise
         return turns
 
-    def _late_row(self, params: SamplingParams) -> LateRow | None:
+    def _late_row(self, spec: TurnSpec, compiled: Mapping[StructuredOutput, Grammar]) -> LateRow | None:
         """Return the masks of a new turn, or None."""
-        limits = self._limits
+        params, limits, tokenizer = spec.params, self._limits, self._tokenizer
         ending_ids = params.ending_ids(limits.eos_token_ids)
-        rows = option_rows(params, self._tokenizer, limits.vocab_size, ending_ids)
+        banned = banned_ids(spec.template_input, tokenizer)
+        rows = option_rows(params, tokenizer, limits.vocab_size, ending_ids, banned)
         if params.structured is not None and self._grammars is not None:
-            rows.append(self._grammars.compile(params.structured).row(ending_ids, params.min_tokens))
+            grammar = compiled.get(params.structured) or self._grammars.compile(params.structured)
+            rows.append(grammar.row(ending_ids, params.min_tokens))
         return JoinedRows(rows) if rows else None
 
     def _queue(self, spec: TurnSpec, placed: PlacedTurn, row: LateRow | None) -> Turn:

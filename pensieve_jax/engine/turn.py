@@ -19,9 +19,10 @@ from pensieve_jax.core.outputs import Delta, FinishReason, Output, PromptLogprob
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.prompt_rows import PromptScores
+from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.scheduler import Request
 from pensieve_jax.text import Message, ReplyTokens, Tokenizer
-from pensieve_jax.text.replies import num_reasoning_tokens, shown_marks
+from pensieve_jax.text.replies import num_reasoning_tokens
 
 
 class Turn:
@@ -98,6 +99,20 @@ class Turn:
         return Delta(deltas.texts[0], (token_ids,) if isinstance(token_ids, int) else tuple(token_ids))
 
 
+def cancelled_output(spec: TurnSpec, ended_at_s: float) -> Output:
+    """Return the output of a turn that was cancelled before it was submitted to an engine."""
+    num_tokens = spec.num_new_tokens
+    return Output(
+        conversation_id=spec.conversation_id if spec.node is None else None,
+        token_ids=(),
+        text="",
+        finish_reason="cancelled",
+        usage=Usage(num_tokens, 0, 0, 0, 0, 0),
+        seed=spec.params.seed or 0,
+        ended_at_s=ended_at_s,
+    )
+
+
 class Deltas(NamedTuple):
     """The new parts of many replies, as columns: turn i added `texts[i]` and `token_ids[i]`.
 
@@ -157,9 +172,7 @@ class ReplyState(ReplyTokens):
     ) -> None:
         """Start without tokens; the reply has no text without a tokenizer."""
         num_tokens = request.max_total_tokens - request.num_prompt_end
-        super().__init__(
-            request.params, request.ending_ids, num_tokens, tokenizer, shown_marks(template_input)
-        )
+        super().__init__(request.params, request.ending_ids, num_tokens, tokenizer, template_input)
         self.request = request
         self.messages = messages
         self.node = node

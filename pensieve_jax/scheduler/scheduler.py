@@ -106,6 +106,16 @@ class Scheduler:
             self._cache.release(request.sequence)
         request.status = RequestStatus.FINISHING
 
+    def take_back_sample(self, request: Request) -> None:
+        """Make the next step repeat what the last scheduled one samples for a running request.
+
+        It also repeats the token before, since the logits are not kept.
+        """
+        assert request.status is RequestStatus.RUNNING and request.token_ids[-1] == PENDING_TOKEN
+        request.token_ids.pop()
+        self._cache.truncate(request.sequence, len(request.token_ids) - 1)
+        request.is_decoding = _is_decode(request)
+
     def check_integrity(self) -> None:
         """Assert that the running requests are in order of arrival, and so are the waiting ones."""
         for requests in (self.running, self.waiting):

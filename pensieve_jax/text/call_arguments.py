@@ -11,11 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn, Self
 
+MAX_DEPTH: Final = 100
+"""Deepest nesting of brackets. Readers and writers of JSON, and templates, are recursive."""
+
 
 def parse_arguments(text: str) -> dict[str, Any]:
     """Return the object that the text of a call's arguments holds; blank text is an empty object.
 
-    Raises ValueError for any other text.
+    Raises ValueError for any other text, also for one that `check_depth` refuses.
     """
     if not text.strip():
         return {}
@@ -29,12 +32,12 @@ def parse_arguments(text: str) -> dict[str, Any]:
 
 
 def check_depth(text: str) -> None:
-    """Raise ValueError for JSON with brackets so deep within each other that readers and writers may fail."""
+    """Raise ValueError for JSON with more than `MAX_DEPTH` brackets within each other."""
     depth = 0
     for found in _STRING_OR_BRACKET.findall(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found, 0)
-        if depth > _MAX_DEPTH:
-            raise ValueError("nested too deeply")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"brackets are nested more than {MAX_DEPTH} deep")
 
 
 def without_surrogates(text: str) -> str:
@@ -44,7 +47,6 @@ def without_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-_MAX_DEPTH: Final = 100
 _STRING_OR_BRACKET: Final = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 

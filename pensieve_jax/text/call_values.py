@@ -150,15 +150,38 @@ class PythonCallEnd:
         return None
 
 
+PYTHON_NAME: Final = r"([\w.:-]+)[ \t]*\("
+"""A tool's name and the bracket behind it. Names of tools need not be identifiers of Python."""
+ARGUMENT_NAME: Final = r"""[^\s=(),"'\[\]{}\\#]+"""
+"""A name of an argument, which need not be an identifier either."""
+_PYTHON_CALL: Final = re.compile(PYTHON_NAME)
+_STRING_OR_ARGUMENT: Final = re.compile(
+    rf"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([(,]\s*)({ARGUMENT_NAME})(\s*=)(?!=)""", re.DOTALL
+)
+
+
 def python_call(text: str) -> tuple[str, str] | None:
     """Return the name of a call and its arguments as JSON, or None for other text."""
+    text = text.lstrip(SPACE + ",[")
+    begun = _PYTHON_CALL.match(text)
+    if begun is None:
+        return None
+    numbers: dict[str, int] = {}
+
+    def numbered(found: re.Match[str]) -> str:
+        """Return a string as it is, and the name of an argument as an identifier of Python."""
+        if found[1] is not None:
+            return found[1]
+        return f"{found[2]}_{numbers.setdefault(found[3], len(numbers))}{found[4]}"
+
     try:
-        text = _ESCAPE.sub(_python_escape, text.lstrip(SPACE + ",["))
-        tree = ast.parse(text, mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args:
+        arguments = _ESCAPE.sub(_python_escape, _STRING_OR_ARGUMENT.sub(numbered, text[begun.end() - 1 :]))
+        tree = ast.parse(f"f{arguments}", mode="eval").body
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             return None
-        values = {one.arg or "": _literal(one.value) for one in tree.keywords}
-        return ast.unparse(tree.func), json.dumps(values, ensure_ascii=False, allow_nan=False)
+        names = list(numbers)
+        values = {names[int(one.arg[1:])]: _literal(one.value) for one in tree.keywords if one.arg}
+        return begun[1], json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

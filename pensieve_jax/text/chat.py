@@ -26,6 +26,7 @@ reasoning, replaces the end of the conversation from there on.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -39,7 +40,8 @@ from pensieve_jax.text.chat_template import ChatTemplate
 from pensieve_jax.text.messages import Message, check_messages
 from pensieve_jax.text.shared_text import shared_text
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers, reasoning_format, tool_format
+from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers, ToolFormat, reasoning_format, tool_format
+from pensieve_jax.text.tools import Tool
 
 _PLACEHOLDER: Final = "MessageStandsHere"
 
@@ -249,18 +251,22 @@ class ChatFormat:
             )
         self._template.check_arguments(template_input.arguments, arguments_field)
 
-    def with_calls(self, template_input: TemplateInput, *, has_one_call: bool = False) -> TemplateInput:
+    def with_calls(self, template_input: TemplateInput, *, max_calls: int | None = None) -> TemplateInput:
         """Return the input of a turn whose reply may call its tools.
 
         Without tools, or if it is not known how the model writes calls, it is returned unchanged.
 
         Args:
           template_input: what the template gets.
-          has_one_call: whether calls after the first are dropped.
+          max_calls: see `ReplyFormat`.
+
+        Raises InvalidRequestError for arguments whose names no call can have in the model's format.
         """
         if not template_input.tools or self.tool_format is None:
             return template_input
-        reply = replace(template_input.reply, calls=self.tool_format.name, has_one_call=has_one_call)
+        if max_calls != 0 and self.tool_format.argument_name:
+            _check_arguments(template_input.tools, self.tool_format)
+        reply = replace(template_input.reply, calls=self.tool_format.name, max_calls=max_calls)
         return replace(template_input, reply=reply)
 
     def with_reasoning(self, template_input: TemplateInput, prompt_token_ids: Sequence[int]) -> TemplateInput:
@@ -292,6 +298,18 @@ class ChatFormat:
         if text is None:
             text = self._tokenizer.decode(turn.output_token_ids)
         return {"role": "assistant", "content": text}
+
+
+def _check_arguments(tools: Sequence[Tool], row: ToolFormat) -> None:
+    """Raise InvalidRequestError for a tool with an argument that no call can name."""
+    for index, tool in enumerate(tools):
+        for name in tool["function"].get("parameters", {}).get("properties", {}):
+            if not re.fullmatch(row.argument_name, name):
+                raise InvalidRequestError(
+                    f"tools[{index}].function.parameters.properties",
+                    name,
+                    f"names that match {row.argument_name}, since the model writes calls as {row.name}",
+                )
 
 
 def _as_sampled(reply: Message) -> Message:

@@ -153,9 +153,7 @@ class Grammars:
             )
         source = _source(structured)
         if structured.after:
-            source = _behind(
-                source, self._mark(structured.opening), structured.after, self._mark_id(structured.after)
-            )
+            source = _behind(source, structured, self._tokenizer)
         matcher = library.LLMatcher(self._tokens, source, log_level=0)
         if matcher.is_error():
             raise _refusal(structured, matcher.get_error())
@@ -208,18 +206,6 @@ class Grammars:
     @property
     def _num_words(self) -> int:
         return num_words(self._vocab_size)
-
-    def _mark(self, mark: str) -> str:
-        """Return a mark in Lark's notation, or "" without one."""
-        mark_id = self._mark_id(mark) if mark else None
-        return (
-            f"<[{mark_id}]>" if mark_id is not None else json.dumps(mark, ensure_ascii=False) if mark else ""
-        )
-
-    def _mark_id(self, mark: str) -> int | None:
-        """Return the id of a mark that is a control token to the library, or None."""
-        token_id = self._tokenizer.id_of(mark)
-        return token_id if token_id is not None and self._tokens.is_special_token(token_id) else None
 
 
 class Grammar:
@@ -314,6 +300,8 @@ class _TokenBytes:
         self.eos_token_id = eos_token_id
         self.bos_token_id = tokenizer.bos_id
         parts = [tokenizer.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
+        for token_id in tokenizer.mark_ids:
+            parts[token_id] = None
         # An id without text, or of an unknown part of a character, is one that no grammar can allow.
         self.special_token_ids = [token_id for token_id, part in enumerate(parts) if not part]
         self.tokens = [part or f"<[{token_id}]>".encode() for token_id, part in enumerate(parts)]
@@ -456,16 +444,24 @@ def _grammars(*parts: dict[str, Any]) -> str:
     return json.dumps({"grammars": parts}, ensure_ascii=False)
 
 
-def _behind(source: str, opening: str, mark: str, mark_id: int | None) -> str:
-    """Return a grammar that begins behind any text and a mark, and the white space behind that.
+def mark_in_lark(tokenizer: Tokenizer, mark: str) -> str:
+    """Return a mark in Lark's notation: a token of its own by its id, or text."""
+    mark_id = tokenizer.mark_id(mark)
+    return json.dumps(mark, ensure_ascii=False) if mark_id is None else f"<[{mark_id}]>"
 
-    With an `opening` in Lark's notation, the text begins with it, or all of this is left out.
+
+def _behind(source: str, structured: StructuredOutput, tokenizer: Tokenizer) -> str:
+    """Return a grammar that begins behind any text and the mark `after`, and the white space behind that.
+
+    With an `opening`, the text begins with it, or all of this is left out.
     """
     (body,) = json.loads(source)["grammars"]
-    if mark_id is None:
-        reasoning = f"reasoning[suffix={json.dumps(mark, ensure_ascii=False)}]: /(.|\\n)*/"
+    mark = mark_in_lark(tokenizer, structured.after)
+    if tokenizer.mark_id(structured.after) is None:
+        reasoning = f"reasoning[suffix={mark}]: /(.|\\n)*/"
     else:
-        reasoning = f"reasoning: thought <[{mark_id}]>\nthought: /(.|\\n)*/"
+        reasoning = f"reasoning: thought {mark}\nthought: /(.|\\n)*/"
+    opening = structured.opening and mark_in_lark(tokenizer, structured.opening)
     before = f"({opening} reasoning space)?" if opening else "reasoning space"
     rules = f"start: {before} @body\n{reasoning}\nspace: /[ \\t\\r\\n]{{0,16}}/"
     return _grammars({"lark_grammar": rules}, {**body, "name": "body"})

@@ -22,7 +22,7 @@ from pensieve_jax.text.messages import Message, message_call
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 
 _HARMONY_MARK: Final = re.compile(r"<\|channel\|>analysis|<\|message\|>|<\|end\|>|<\|call\|>")
 """Where a message of gpt-oss's reasoning begins, where its text begins, and where it ends."""
@@ -164,7 +164,7 @@ def _analysis_spans(text: str) -> Iterator[tuple[int, int]]:
 
 def has_parts(template: TemplateInput) -> bool:
     """Return whether a turn's reply may have parts beside its content."""
-    return bool(template.reply.calls or template.reply.reasoning)
+    return _call_format(template.reply) is not None or bool(template.reply.reasoning)
 
 
 def new_parser(template: TemplateInput) -> ReplyParser:
@@ -179,20 +179,37 @@ def reply_parser(template: TemplateInput) -> ReplyParser:
     """Return the parser of a turn's reply at its beginning, before a prefill."""
     reply = template.reply
     return ReplyParser(
-        TOOL_FORMATS[reply.calls] if reply.calls else None,
+        _call_format(reply),
         REASONING_FORMATS[reply.reasoning] if reply.reasoning else None,
         is_open=reply.is_open,
         schemas={tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in template.tools},
-        max_calls=1 if reply.has_one_call else None,
+        max_calls=reply.max_calls,
     )
 
 
 def shown_marks(template: TemplateInput) -> tuple[str, ...]:
     """Return the marks that the text of a turn's reply shows even if they are control tokens."""
-    reply = template.reply
-    calls = TOOL_FORMATS[reply.calls].marks if reply.calls else ()
+    reply, row = template.reply, _call_format(template.reply)
+    calls = () if row is None else row.marks
     reasoning = REASONING_FORMATS[reply.reasoning].marks if reply.reasoning else ()
     return tuple(dict.fromkeys((*calls, *reasoning)))
+
+
+def banned_ids(template: TemplateInput, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Return the ids that a turn's reply does not have: the mark before calls, in a reply without calls.
+
+    A mark of several tokens is not banned. What the model writes behind it is content in any case.
+    """
+    reply = template.reply
+    if tokenizer is None or not reply.calls or reply.max_calls != 0:
+        return ()
+    mark_id = tokenizer.mark_id(TOOL_FORMATS[reply.calls].start)
+    return () if mark_id is None else (mark_id,)
+
+
+def _call_format(reply: ReplyFormat) -> ToolFormat | None:
+    """Return how calls are read; None reads them as content."""
+    return TOOL_FORMATS[reply.calls] if reply.calls and reply.max_calls != 0 else None
 
 
 def call_id(turn: str, index: int, *, row: str = "", header: str = "") -> str:

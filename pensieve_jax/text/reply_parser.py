@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 from pensieve_jax.text.call_arguments import without_surrogates
-from pensieve_jax.text.call_values import PythonCallEnd, argument_of, python_call
+from pensieve_jax.text.call_values import PYTHON_NAME, PythonCallEnd, argument_of, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -44,6 +44,7 @@ class ReplyParser:
     Attributes:
       is_reasoning: whether the text so far ends within the reasoning.
       num_calls: number of calls so far, including one that has begun.
+      is_over: whether the last call that the reply may have has ended; what follows it is dropped.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class ReplyParser:
           is_open: whether the prompt ends with the mark that begins reasoning.
           schemas: JSON schemas of the parameters, by the tools' names. They say which arguments are strings
             where the format does not. Where calls have no mark, only these names make a call. None: any.
-          max_calls: calls after these are dropped; None keeps all.
+          max_calls: number of calls behind which the reply is over; None for any number.
         """
         self.num_calls = 0
+        self.is_over = False
         self._tools, self._reasoning = tools, reasoning
         self._schemas, self._max_calls = schemas, max_calls
         self._buffer = ""  # text that was not read yet
@@ -276,28 +278,22 @@ class ReplyParser:
     def _call(self, name: str, header: str = "") -> None:
         self._name, self._raw = without_surrogates(name), ""
         self.num_calls += 1
-        if self._is_wanted:
-            self._events.append(CallBegun(self.num_calls - 1, self._name, without_surrogates(header)))
-
-    @property
-    def _is_wanted(self) -> bool:
-        """Whether the call at hand is among the first `max_calls`."""
-        return self._max_calls is None or self.num_calls <= self._max_calls
+        self._events.append(CallBegun(self.num_calls - 1, self._name, without_surrogates(header)))
 
     def _pass(self, text: str) -> None:
         """Add text to the arguments of the call at hand."""
         if text:
             self._has_arguments = True
-            if self._is_wanted:
-                self._events.append(ArgumentText(self.num_calls - 1, without_surrogates(text)))
+            self._events.append(ArgumentText(self.num_calls - 1, without_surrogates(text)))
 
-    def _end_call(self) -> None:
+    def _end_call(self, following: Callable[[], bool]) -> None:
+        """End the call at hand; go on with the state `following`, unless the reply is over."""
         if not self._has_arguments:
             self._pass("{}")
-        if self._is_wanted:
-            self._events.append(CallEnded(self.num_calls - 1))
+        self._events.append(CallEnded(self.num_calls - 1))
         self._name, self._num_ends = "", 0
-        self._state = self._after_call
+        self.is_over = self.num_calls == self._max_calls
+        self._state = self._nothing if self.is_over else following
 
     def _read_object(self) -> bool:
         """Read an object with a name and arguments."""
@@ -324,7 +320,7 @@ class ReplyParser:
             return False
         if not self._name:
             return self._not_a_call()
-        self._end_call()
+        self._end_call(self._after_call)
         return True
 
     def _stop_marks(self) -> tuple[str, ...]:
@@ -399,7 +395,7 @@ class ReplyParser:
         self._pass(self._value.take())
         if not self._value.is_over:
             return False
-        self._end_call()
+        self._end_call(self._after_call)
         return True
 
     def _parameters(self) -> bool:
@@ -417,12 +413,12 @@ class ReplyParser:
         if text.startswith("</function>"):
             self._buffer = text[len("</function>") :]
             self._pass("}" if self._num_parameters else "{}")
-            self._end_call()
+            self._end_call(self._after_call)
             return True
         for mark in self._stop_marks():
             if text.startswith(mark):
                 self._pass("}" if self._num_parameters else "{}")
-                self._end_call()
+                self._end_call(self._after_call)
                 return True
         if "<parameter=".startswith(text[: len("<parameter=")]):
             return False
@@ -507,8 +503,7 @@ class ReplyParser:
         self._buffer = rest
         self._call(call[0])
         self._pass(call[1])
-        self._end_call()
-        self._state = self._python
+        self._end_call(self._python)
         return True
 
     def _rest_after_list(self) -> bool:
@@ -525,7 +520,7 @@ class ReplyParser:
 
     def _cut_python(self) -> None:
         """Pass on a call that the reply's end cuts, as far as it goes; any other text becomes content."""
-        found = re.match(r"[\s,\[]*([A-Za-z_][\w.]*)\(\s*", self._buffer)
+        found = re.match(rf"[\s,\[]*{PYTHON_NAME}\s*", self._buffer)
         if found is None or (self._schemas is not None and found[1] not in self._schemas):
             if self._raw or not self.num_calls or self._buffer.strip(SPACE + ","):
                 self._say(ContentText, self._raw + self._buffer)
@@ -567,9 +562,9 @@ class ReplyParser:
         text = self._buffer[:at].rstrip(SPACE)
         self._buffer = self._buffer[at if mark == "<|channel|>" else at + len(mark) :]
         self._add_to_message(text)
-        if self._channel == "call":
-            self._end_call()
         self._state = self._header_of_message
+        if self._channel == "call":
+            self._end_call(self._header_of_message)
         return True
 
     def _add_to_message(self, text: str) -> None:

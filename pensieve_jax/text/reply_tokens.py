@@ -1,6 +1,7 @@
 """A reply while its tokens arrive: ids, the text that can be shown, log-probabilities, and how it ends.
 
-Owns: which token ends a reply, and why.
+Owns: which token ends a reply, and why: an ending id, a stop string, the last call that it may have, or
+length.
 Does not know: the client, batches, or KV state.
 """
 
@@ -12,7 +13,9 @@ import numpy as np
 
 from pensieve_jax.core.outputs import FinishReason, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
+from pensieve_jax.text.replies import new_parser, shown_marks
 from pensieve_jax.text.tokenizer import Tokenizer
 
 
@@ -31,7 +34,7 @@ class ReplyTokens:
         ending_ids: Sequence[int],
         max_num_tokens: int,
         tokenizer: Tokenizer | None,
-        shown: Sequence[str] = (),
+        template: TemplateInput = NO_INPUT,
     ) -> None:
         """Start without tokens.
 
@@ -40,7 +43,7 @@ class ReplyTokens:
           ending_ids: the ids that end the reply, of `SamplingParams.ending_ids`.
           max_num_tokens: number of tokens at which the reply ends by length, the context's limit included.
           tokenizer: None produces no text.
-          shown: control tokens that the text shows, such as the marks of tool calls.
+          template: how the reply is read: the control tokens that its text shows, and the limit of its calls.
         """
         self._params, self._max_num_tokens = params, max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
@@ -48,8 +51,12 @@ class ReplyTokens:
         self._detokenizer = (
             None
             if tokenizer is None
-            else IncrementalDetokenizer(tokenizer, params.stop, shown, includes_stop=includes_stop)
+            else IncrementalDetokenizer(
+                tokenizer, params.stop, shown_marks(template), includes_stop=includes_stop
+            )
         )
+        # Only the parser knows where a call ends: its mark may stand in an argument or in the reasoning.
+        self._parser = new_parser(template) if template.reply.max_calls else None
         self.pieces: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -88,11 +95,15 @@ class ReplyTokens:
         may_end_by_id = may_end or params.structured is not None
         ends_by_id = may_end_by_id and token_id in self._ending_ids
         ends_by_length = len(self.token_ids) >= self._max_num_tokens
+        ends_by_call = False
         if self._detokenizer is not None:
             if not ends_by_id:  # the id that ends a reply is not text, special or not
                 self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
-            if ends_by_id or ends_by_length:
+                if self._parser is not None:
+                    self._parser.feed(self.pieces[-1])
+                    ends_by_call = self._parser.is_over and may_end
+            if ends_by_id or ends_by_call or ends_by_length:
                 self.pieces.append(self._detokenizer.flush(may_stop=may_end))
-        if ends_by_id or self.stop_string is not None:
+        if ends_by_id or ends_by_call or self.stop_string is not None:
             return "stop"
         return "length" if ends_by_length else None

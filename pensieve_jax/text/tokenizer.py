@@ -112,10 +112,23 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def added_id(self, token: str) -> int | None:
-        """Return the id of a token that was added to the vocabulary, as a control token or not, or None."""
-        token_id = self.id_of(token)
-        return token_id if token_id in self._backend.get_added_tokens_decoder() else None
+    def mark_id(self, mark: str) -> int | None:
+        """Return the id of a mark that is one token and no text, or None.
+
+        It is a control token, or an added token in angle brackets, such as <tool_call> in the tokenizers of
+        the Qwen families. This is the grammar library's rule, so text that a grammar allows has no marks.
+        """
+        token_id = self.id_of(mark)
+        return token_id if token_id in self.mark_ids else None
+
+    @cached_property
+    def mark_ids(self) -> frozenset[int]:
+        """The ids of all marks; see `mark_id`."""
+        added = self._backend.get_added_tokens_decoder().items()
+        in_brackets = (
+            token_id for token_id, token in added if token.content[:1] == "<" and token.content[-1:] == ">"
+        )
+        return self.special_ids.union(in_brackets)
 
     @cached_property
     def vocab_size(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.text.call_values import ARGUMENT_NAME
 
 Body = Literal["object", "list", "named", "parameters", "python", "channels"]
 AUTO, NONE = "auto", "none"
@@ -36,6 +37,7 @@ class ToolFormat:
       call_end: marks behind the arguments of a call, in order; each may be missing.
       end: mark behind the section of calls.
       optional_start: mark that may stand before calls at the beginning of the content.
+      argument_name: regular expression of the names of arguments that calls can have; "" for any name.
       id_form: how the ids of calls look. "call": "call_" and 24 digits. "short": nine letters and digits,
         which Mistral's templates demand. "header": the header, which Kimi's models number themselves.
     """
@@ -51,6 +53,7 @@ class ToolFormat:
     call_end: tuple[str, ...] = ()
     end: str = ""
     optional_start: str = ""
+    argument_name: str = ""
     id_form: Literal["call", "short", "header"] = "call"
 
     @property
@@ -82,6 +85,7 @@ _ROWS: Final = (
         start="<tool_call>",
         header_end=">",
         header=r"\s*<function=([^>\n]+)",
+        argument_name=r"[^>\n]+",
         call_end=("</tool_call>",),
     ),
     ToolFormat(
@@ -90,14 +94,20 @@ _ROWS: Final = (
         body="object",
         optional_start="<|python_tag|>",
     ),
-    ToolFormat(name="pythonic", words=("[func_name1(",), body="python", optional_start="<|python_start|>"),
+    ToolFormat(
+        name="pythonic",
+        words=("[func_name1(",),
+        body="python",
+        optional_start="<|python_start|>",
+        argument_name=ARGUMENT_NAME,
+    ),
     ToolFormat(
         name="mistral",
         words=("[TOOL_CALLS]", "[ARGS]"),
         body="named",
         start="[TOOL_CALLS]",
         header_end="{",
-        header=r"\s*([A-Za-z0-9_.-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*",
+        header=r"\s*([A-Za-z0-9_.:-]+)(?:\[CALL_ID\][A-Za-z0-9]*)?(?:\[ARGS\])?\s*",
         id_form="short",
     ),
     ToolFormat(
@@ -132,7 +142,8 @@ _ROWS: Final = (
         start="<|tool_calls_section_begin|>",
         call_start="<|tool_call_begin|>",
         header_end="<|tool_call_argument_begin|>",
-        header=r"\s*(?:functions\.)?([A-Za-z0-9_.-]+)(?::\d+)?\s*",
+        # The last number is that of the call, and a name may end with another.
+        header=r"\s*(?:functions\.)?([A-Za-z0-9_.:-]+?)(?::\d+)?\s*",
         call_end=("<|tool_call_end|>",),
         end="<|tool_calls_section_end|>",
         id_form="header",

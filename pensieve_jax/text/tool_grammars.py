@@ -3,7 +3,7 @@
 Owns: one grammar for each row of `tool_formats`, with the tools' names and the schemas of their arguments.
 Does not know: the grammar library, masks, which requests demand calls, or the reasoning before them.
 
-A mark that was added to the vocabulary as a token is that token, by its id. Any other mark is text. The
+A mark that is a token of its own is written by its id (`Tokenizer.mark_id`). Any other mark is text. The
 schemas of arguments stand in the grammar as they are, so what the library does not hold is refused with them.
 """
 
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from pensieve_jax.text.grammar import schema_for_library
+from pensieve_jax.text.grammar import mark_in_lark, schema_for_library
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import ToolFormat
 from pensieve_jax.text.tools import Tool
@@ -75,7 +75,7 @@ class _Grammar:
         if has_text:
             assert row.start, "calls without a mark cannot follow text"
             self._rules.append(
-                "TEXT: /(.|\\n)*/" if self._tokenizer.added_id(row.start) is not None else "TEXT: /[^<\\[]*/"
+                "TEXT: /(.|\\n)*/" if self._tokenizer.mark_id(row.start) is not None else "TEXT: /[^<\\[]*/"
             )
             start = f"start: TEXT ({calls})?"
         return "\n".join([start, *self._rules]) + "\n"
@@ -96,15 +96,8 @@ class _Grammar:
         return "", "", ""
 
     def _mark(self, mark: str) -> str:
-        """Return a mark as the grammar writes it: an added token by its id, or text.
-
-        The library takes added tokens such as <tool_call> for control tokens, even if the tokenizer does not.
-        """
-        token_id = self._tokenizer.added_id(mark)
-        return json.dumps(mark, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
-
-    def _is_control(self, mark: str) -> bool:
-        return bool(self._tokenizer.control_ids([mark]))
+        """Return a mark as the grammar writes it."""
+        return mark_in_lark(self._tokenizer, mark)
 
     def _json(self, schema: Mapping[str, Any]) -> str:
         return f"%json {json.dumps(schema_for_library(dict(schema)), ensure_ascii=False)}"
@@ -141,7 +134,7 @@ class _Grammar:
         row, name = self._row, json.dumps(function["name"])
         arguments = self._arguments(function, number)
         if row.name == "mistral":
-            separator = self._mark("[ARGS]") if self._is_control("[ARGS]") else ""
+            separator = "" if self._tokenizer.mark_id("[ARGS]") is None else self._mark("[ARGS]")
             return f"{self._mark(row.start)} {name} {separator} {arguments}"
         if row.name == "kimi_k2":
             header = f"{json.dumps('functions.' + function['name'] + ':')} /[0-9]{{1,4}}/"
@@ -159,8 +152,9 @@ class _Grammar:
         def one(name: str, schema: Any, place: str) -> str:
             opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
             if _is_text(schema):
-                self._rules.append(f'{place}[suffix="\\n</parameter>\\n"]: /(.|\\n)*/')
-                return f"{opening} {place}"
+                # The reader ends an argument at its first closing tag, wherever that stands.
+                self._rules.append(f'{place}[suffix="</parameter>"]: /(.|\\n)*/')
+                return f'{opening} {place} "\\n"'
             self._rules.append(f"{place}: {self._value(schema, function)}")
             return f'{opening} {place} "\\n</parameter>\\n"'
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import random
 
 import numpy as np
 import pytest
 
 from pensieve_jax.core.errors import GrammarFailedError, StepFailedError
+from pensieve_jax.engine import late_rows
 from pensieve_jax.engine.late_rows import JoinedRows, LateRows
+from pensieve_jax.scheduler import Scheduler
 from tests.engine.fake_runner import VOCAB_SIZE, dense_continuation
 from tests.engine.harness import Harness, small_config
+from tests.seeds import new_seed
 
 NUM_CLASSES = 5
 
@@ -245,40 +248,141 @@ class Slow(Residues):
         return super().fill(words)
 
 
-def test_slow_rows_fail_before_they_delay_a_step_for_long():
-    """Quick rows go first; slow ones fail where the step's time or their own is used up."""
-    clock = [0.0]
-    harness = Harness()
+def timed_steps(harness, clock):
+    """Run all turns; returns the seconds that each step's masks took."""
+    taken = []
+    while harness.engine.has_unfinished:
+        began_s = clock[0]
+        harness.step()
+        taken.append(clock[0] - began_s)
+        harness.engine.check_integrity()
+        assert len(taken) < 1000, "a turn does not end"
+    harness.check_empty()
+    return taken
+
+
+def slow_harness(**config):
+    """Return a harness and its clock of masks."""
+    clock, harness = [0.0], Harness(small_config(**config))
     harness.engine._late_rows.now_s = lambda: clock[0]
+    return harness, clock
+
+
+def test_a_slow_row_fails_alone_and_delays_no_step_for_long():
+    harness, clock = slow_harness()
     slow = [submitted(harness, f"s{i}", Slow(clock, 0.02), seed=i)[0] for i in range(5)]
     quick, facts = submitted(harness, "q", Slow(clock, 0.0005), seed=9)
-    begins = []
-    while harness.engine.has_unfinished:
-        begins.append(clock[0])
-        harness.step()
+    assert max(timed_steps(harness, clock)) < 0.1
     assert quick.result().token_ids == expected(facts, Residues())
-    taken = [after - before for before, after in itertools.pairwise(begins)]
-    assert max(taken) < 0.1
-    errors = [str(turn.error) for turn in slow]
-    assert all(isinstance(turn.error, GrammarFailedError) for turn in slow)
-    assert any("a step took more than 45 ms" in error for error in errors)
-    assert any("too long" in error for error in errors)
-    harness.check_empty()
+    for turn in slow:
+        assert isinstance(turn.error, GrammarFailedError)
+        assert "the masks of the reply took 0.12 s for 6 tokens, which is too long" in str(turn.error)
 
 
-def test_rows_that_become_slow_together_delay_one_step_at_most():
-    clock = [0.0]
-    harness = Harness()
-    harness.engine._late_rows.now_s = lambda: clock[0]
-    turns = [submitted(harness, f"s{i}", Slow(clock, 0.05, num_quick=3), seed=i)[0] for i in range(12)]
-    begins = []
-    while harness.engine.has_unfinished:
-        begins.append(clock[0])
-        harness.step()
-    taken = [after - before for before, after in itertools.pairwise(begins)]
+def test_rows_behind_one_that_becomes_slow_wait_and_only_that_one_fails():
+    """Its masks were the quickest of all, so it went first."""
+    harness, clock = slow_harness()
+    slow = submitted(harness, "s", Slow(clock, 0.06, num_quick=4), seed=1)[0]
+    others = [submitted(harness, f"o{i}", Slow(clock, 0.002), seed=i) for i in range(6)]
+    assert max(timed_steps(harness, clock)) < 0.1
+    assert isinstance(slow.error, GrammarFailedError)
+    assert "a mask of the reply took 60 ms; the limit is 45 ms" in str(slow.error)
+    for turn, facts in others:
+        assert turn.result().token_ids == expected(facts, Residues())
+
+
+def test_rows_that_become_slow_together_delay_no_step_for_long():
+    harness, clock = slow_harness(max_num_running=16)
+    slow = [submitted(harness, f"s{i}", Slow(clock, 0.05, num_quick=3), seed=i)[0] for i in range(12)]
+    others = [submitted(harness, f"o{i}", row, seed=i) for i, row in enumerate([Slow(clock, 0.0001), None])]
+    taken = timed_steps(harness, clock)
     assert 0.04 < max(taken) < 0.1
-    assert sum(isinstance(turn.error, GrammarFailedError) for turn in turns) >= 10
-    harness.check_empty()
+    assert all(isinstance(turn.error, GrammarFailedError) for turn in slow)
+    for turn, facts in others:
+        assert turn.result().token_ids == expected(facts, None if turn is others[1][0] else Residues())
+
+
+def test_rows_that_take_too_long_together_wait_by_turns():
+    """Nine rows of 10 ms need three steps for each token, and none is to blame."""
+    harness, clock = slow_harness(max_num_running=16)
+    sent = [submitted(harness, f"s{i}", Slow(clock, 0.01), seed=i, max_tokens=8) for i in range(9)]
+    free, facts = submitted(harness, "f", seed=7, max_tokens=20)
+    taken = timed_steps(harness, clock)
+    assert max(taken) < 0.05 and len(taken) < 8 * 3 + 4
+    for turn, its_facts in sent:
+        assert turn.result().token_ids == expected(its_facts, Residues())
+    assert free.result().token_ids == expected(facts)
+
+
+def test_a_slow_row_beside_quick_ones_does_not_wait_for_ever():
+    harness, clock = slow_harness(max_num_running=16)
+    quick = [submitted(harness, f"q{i}", Slow(clock, 0.005), seed=i, max_tokens=20) for i in range(8)]
+    slow, facts = submitted(harness, "s", Slow(clock, 0.02), seed=3, max_tokens=2)
+    num_steps = 0
+    while not slow.done:
+        harness.step()
+        num_steps += 1
+    assert num_steps < 16
+    assert slow.result().token_ids == expected(facts, Residues())
+    timed_steps(harness, clock)
+    for turn, its_facts in quick:
+        assert turn.result().token_ids == expected(its_facts, Residues())
+
+
+class Erratic(Residues):
+    """Row whose masks take a random time, so that rows wait in any step."""
+
+    def __init__(self, clock, rng) -> None:
+        super().__init__()
+        self.clock, self.rng = clock, rng
+
+    def fill(self, words: np.ndarray) -> bool:
+        self.clock[0] += self.rng.choice([1e-5, 0.01, 0.03, 0.044])
+        return super().fill(words)
+
+
+@pytest.mark.parametrize("gpu_pages", [9, 40])
+@pytest.mark.parametrize("fault", [None, "launch", "choose", "fetch"])
+def test_rows_that_wait_in_random_steps_equal_the_reference(gpu_pages, fault, monkeypatch):
+    """Prompts of all lengths in a chunk, history, suspensions, forks, and a step that fails."""
+    seed = new_seed()
+    rng = random.Random(seed)
+    monkeypatch.setattr(late_rows, "ROW_S", 1e9)
+    harness, clock = slow_harness(gpu_pages=gpu_pages, cpu_pages=20, max_num_running=6)
+    for number in range(2):
+        harness.turn(f"c{number}", 20 + number, seed=9, max_tokens=3)
+        harness.engine.fork(f"c{number}", f"c{number + 2}")
+    rows = [Erratic(clock, rng) if i % 3 else None for i in range(9)]
+    sent = [
+        submitted(harness, f"c{i}", row, seed=i, max_tokens=rng.randrange(1, 30), prompt=rng.randrange(1, 40))
+        for i, row in enumerate(rows)
+    ]
+    harness.step(rng.randrange(1, 12))
+    if fault is not None:
+        harness.runner.faults[fault] = lambda: StepFailedError("the device failed")
+    assert max(timed_steps(harness, clock)) < 0.09
+    for row, (turn, facts) in zip(rows, sent, strict=True):
+        if turn.error is not None:
+            assert fault is not None and isinstance(turn.error, StepFailedError)
+            continue
+        assert turn.output.token_ids == expected(facts, None if row is None else Residues())
+
+
+def keeps_discarded_ids(patch):
+    """Give the rows the ids that mean nothing."""
+    accept = LateRows.accept
+    patch.setattr(LateRows, "accept", lambda self, *args: accept(self, *args[:3]))
+
+
+def takes_no_sample_back(patch):
+    patch.setattr(Scheduler, "take_back_sample", lambda self, request: None)
+
+
+@pytest.mark.parametrize("fault", [keeps_discarded_ids, takes_no_sample_back])
+def test_planted_faults_of_waiting_rows_are_found(fault, monkeypatch):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_rows_that_take_too_long_together_wait_by_turns()
 
 
 @pytest.mark.parametrize("fault", [accepts_late, masks_of_other_rows, rows_never_wait])

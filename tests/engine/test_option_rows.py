@@ -63,3 +63,11 @@ def test_a_form_needs_an_id_that_ends_the_reply():
         option_rows(SamplingParams(allowed_token_ids=(3, 64), structured=form), None, 90, (1, 2))
     assert caught.value.field == "allowed_token_ids"
     assert option_rows(SamplingParams(allowed_token_ids=(2, 64), structured=form), None, 90, (1, 2))
+
+
+def test_banned_ids_are_excluded_without_waiting_and_count_towards_no_limit():
+    (row,) = option_rows(SamplingParams(), None, 90, (), (3, 64))
+    assert allowed_of(row) == set(range(90)) - {3, 64} and not row.waits
+    with pytest.raises(InvalidRequestError, match="tools without calls") as caught:
+        option_rows(SamplingParams(allowed_token_ids=(3,)), None, 90, (), (3,))
+    assert caught.value.field == "allowed_token_ids"

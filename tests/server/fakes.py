@@ -195,7 +195,8 @@ def sampled(token_ids: Sequence[int]) -> Callable[[FakeTurn], None]:
     def script(turn: FakeTurn) -> None:
         params = turn.spec.params
         ending_ids = params.ending_ids(LIMITS.eos_token_ids)
-        reply = ReplyTokens(params, ending_ids, params.max_tokens, byte_tokenizer())
+        template = turn.spec.template_input
+        reply = ReplyTokens(params, ending_ids, params.max_tokens, byte_tokenizer(), template)
         none = np.empty(0)
         if params.max_tokens == 0:
             turn.finish("length")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.text import ChatFormat, ReplyTokens, Tokenizer
-from pensieve_jax.text.replies import num_reasoning_tokens, shown_marks
+from pensieve_jax.text.replies import num_reasoning_tokens
 from pensieve_jax.text.token_texts import TokenTexts
 from pensieve_jax.text.tokenizer import byte_characters
 from tests.server.fakes import LIMITS, FakeTurn
@@ -25,13 +25,14 @@ from tests.text.tool_templates import QWEN3
 SPECIALS = ("<bos>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "</think>")
 
 
-def marked_tokenizer(template: str = QWEN3) -> Tokenizer:
-    """Return a tokenizer of 262 ids: bytes, and marks as control tokens."""
+def marked_tokenizer(template: str = QWEN3, tokens: Sequence[str] = ()) -> Tokenizer:
+    """Return a tokenizer of 262 ids, bytes and marks as control tokens, and of `tokens` that are text."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIALS))
+    backend.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
     return Tokenizer(backend, eos_token="<|im_end|>", wants_bos=False, chat_template=template)
 
 
@@ -49,7 +50,7 @@ def say(turn: FakeTurn, tokenizer: Tokenizer, text: str) -> None:
     """Sample the ids of a reply one by one, as the engine reports them."""
     params, template = turn.spec.params, turn.spec.template_input
     ending_ids = params.ending_ids(LIMITS.eos_token_ids)
-    reply = ReplyTokens(params, ending_ids, params.max_tokens, tokenizer, shown_marks(template))
+    reply = ReplyTokens(params, ending_ids, params.max_tokens, tokenizer, template)
     none = np.empty(0)
     for token_id in (*tokenizer.encode(text, add_bos=False), *LIMITS.eos_token_ids):
         num_pieces = len(reply.pieces)
@@ -64,8 +65,17 @@ def say(turn: FakeTurn, tokenizer: Tokenizer, text: str) -> None:
 class ScriptedServer(StoredServer):
     """Server in this process whose model says `replies`, one for each turn."""
 
-    def __init__(self, path: Path, replies: Iterable[str], template: str = QWEN3, **settings: Any) -> None:
-        tokenizer = marked_tokenizer(template)
+    def __init__(
+        self,
+        path: Path,
+        replies: Iterable[str],
+        template: str = QWEN3,
+        *,
+        tokens: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        """Start; `tokens` are texts of the vocabulary beside bytes and marks."""
+        tokenizer = marked_tokenizer(template, tokens)
         own = ServerSettings(**settings)
         super().__init__(
             path,

@@ -11,6 +11,8 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from pensieve_jax.core.errors import (
     GrammarFailedError,
@@ -19,9 +21,10 @@ from pensieve_jax.core.errors import (
     UnsupportedGrammarError,
 )
 from pensieve_jax.core.structured import StructuredOutput
-from pensieve_jax.text import byte_tokenizer, grammar, load_tokenizer
+from pensieve_jax.text import Tokenizer, byte_tokenizer, grammar, load_tokenizer
 from pensieve_jax.text.grammar import Grammars, check_grammar
 from tests.seeds import new_seed
+from tests.text.tokenizer_zoo import ZOO
 
 GOLDEN = Path(__file__).parent / "golden"
 EOS = 1
@@ -268,9 +271,9 @@ def test_every_kind_of_tokenizer_is_converted(name):
     num_words = -(-tokenizer.vocab_size // 32)
     grammars = Grammars(tokenizer, tokenizer.vocab_size, [eos])
     rng = random.Random(new_seed())
-    words = grammars.compile(StructuredOutput.regex("[ a-z]{1,20}")).row([eos], 0)
+    words = grammars.compile(StructuredOutput.regex("[a-z][ a-z]{0,19}")).row([eos], 0)
     text = walk(words, tokenizer, rng, 60, num_words, eos)
-    assert text is None or re.fullmatch("[ a-z]{1,20}", text), text
+    assert text is None or re.fullmatch("[a-z][ a-z]{0,19}", text), text
     form = StructuredOutput.json_schema(SCHEMAS[1])
     if name == "unigram":
         with pytest.raises(UnsupportedGrammarError, match="that the model's tokens can spell"):
@@ -293,6 +296,41 @@ def test_a_byte_tokenizer_is_converted():
         assert allowed_ids(row, 16) == [byte]
         row.accept(byte)
     assert allowed_ids(row, 16) == [tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "metaspace"])
+def test_the_tokenizer_and_the_library_agree_which_added_tokens_are_marks(name):
+    draw = random.Random(new_seed())
+    backend = Backend.from_str(ZOO[name].as_json())
+    contents = {
+        "<a>",
+        "<|b|>",
+        "</c>",
+        "<d e>",
+        "<",
+        ">",
+        "<>",
+        "<f",
+        "g>",
+        " <h>",
+        "[i]",
+        "\n\n",
+        "word",
+        "<0x00>",
+    }
+    contents |= {"".join(draw.choices("<>|x[ ", k=draw.randint(1, 4))) for _ in range(40)}
+    contents = sorted(text for text in contents if text.strip() and backend.token_to_id(text) is None)
+    special = {text for text in contents if draw.random() < 0.3}
+    for text in contents:
+        token = AddedToken(text, normalized=False, special=text in special)
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    tokenizer = Tokenizer(backend, bos_token="<s>", eos_token="</s>")
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (tokenizer.eos_id,))
+    for text in contents:
+        is_mark = tokenizer.mark_id(text) is not None
+        assert is_mark == grammars._tokens.is_special_token(tokenizer.id_of(text)), text
+        assert is_mark or text not in special
+    assert tokenizer.mark_id("t") is None and tokenizer.mark_id("not there") is None
 
 
 def test_rows_of_one_grammar_are_independent():
@@ -333,6 +371,11 @@ def test_an_id_that_was_not_allowed_fails():
         (StructuredOutput.grammar("hello"), InvalidRequestError, "Expected ::="),
         (StructuredOutput.grammar('root ::= "a"{'), InvalidRequestError, "structured.grammar"),
         (StructuredOutput.grammar("root ::= " + "(" * 5000), GrammarTooComplexError, "nested less"),
+        (
+            StructuredOutput.grammar("root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+            GrammarTooComplexError,
+            "nested less",
+        ),
     ],
 )
 def test_wrong_forms_are_refused_without_a_tokenizer(form, kind, said):

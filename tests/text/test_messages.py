@@ -6,7 +6,7 @@ import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.text import check_messages, check_tools
-from pensieve_jax.text.call_arguments import CallArguments, canonical_arguments
+from pensieve_jax.text.call_arguments import MAX_DEPTH, CallArguments, canonical_arguments, parse_arguments
 from pensieve_jax.text.messages import call_ids, check_results, num_characters
 from tests.text.tool_templates import call, result
 
@@ -98,6 +98,19 @@ def test_spellings_of_the_same_arguments_are_equal() -> None:
     assert first != canonical_arguments('{"a": 1.5, "b": [1, {"c": "é"}]}')
     assert canonical_arguments("") == canonical_arguments("{}") == "{}"
     assert canonical_arguments('{"a":') == '{"a":' != canonical_arguments('{"a": ')
+
+
+@pytest.mark.parametrize(("start", "end"), [('{"a":', "}"), ("[", "]")])
+def test_the_depth_of_arguments_is_limited(start: str, end: str) -> None:
+    def nested(depth: int) -> str:
+        return '{"a":' + start * (depth - 1) + "1" + end * (depth - 1) + "}"
+
+    assert parse_arguments(nested(MAX_DEPTH))
+    assert canonical_arguments(nested(MAX_DEPTH)) == nested(MAX_DEPTH)
+    for depth in (MAX_DEPTH + 1, 1_200, 100_000):
+        with pytest.raises(ValueError, match=f"nested more than {MAX_DEPTH} deep"):
+            parse_arguments(nested(depth))
+        assert canonical_arguments(nested(depth)) == nested(depth)
 
 
 def test_arguments_are_an_object_and_its_text() -> None:

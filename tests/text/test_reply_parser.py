@@ -217,3 +217,27 @@ def test_a_name_or_an_argument_of_any_depth_is_text():
     events = [*parser.feed(call), *parser.end()]
     written = "".join(event.text for event in events if isinstance(event, ArgumentText))
     assert written == '{"a": "' + deep + '"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "arguments"),
+    [
+        ("get-weather(city='a, b=1 (c=2)')", "get-weather", {"city": "a, b=1 (c=2)"}),
+        ('a:b.c(from="x", my-arg = [1, {"k": "v, w=1"}],\n class=None)', "a:b.c", {
+            "from": "x", "my-arg": [1, {"k": "v, w=1"}], "class": None
+        }),
+        ("f(a='it\\'s, b=2', b=3)", "f", {"a": "it's, b=2", "b": 3}),
+        ("f(_1=1, _0=2)", "f", {"_1": 1, "_0": 2}),
+        ("f (x=true)", "f", {"x": True}),
+    ],
+)  # fmt: skip
+def test_names_in_a_call_need_not_be_identifiers_of_python(text, name, arguments) -> None:
+    (call,) = read("pythonic", f"[{text}]", schemas={name: {}}).calls
+    assert (call.name, json.loads(call.arguments)) == (name, arguments)
+    cut = read("pythonic", f"[{text[:-2]}", schemas={name: {}})
+    assert [call.name for call in cut.calls] == [name]
+
+
+@pytest.mark.parametrize("text", ["f(1)", "f(a==1)", "f(a=g())", "f(a=b)", "f-(a=1)"])
+def test_other_text_is_no_call(text) -> None:
+    assert read("pythonic", f"[{text}]", schemas={"f": {}}) == ParsedReply("", f"[{text}]", ())

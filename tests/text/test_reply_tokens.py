@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
+from pensieve_jax.core.template_input import NO_INPUT, ReplyFormat, TemplateInput
+from pensieve_jax.text.replies import ReplyReader
 from pensieve_jax.text.reply_tokens import ReplyTokens
+from pensieve_jax.text.tool_formats import TOOL_FORMATS
+from tests.text.test_tool_grammars import TOOLS, WRITTEN
 from tests.text.tokenizer_zoo import ZOO
 
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
-def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, shown=(), **params):
+def reply_of(max_num_tokens=100, *, ending_ids=(), with_text=True, template=NO_INPUT, **params):
     tokenizer = ZOO["bytes"] if with_text else None
-    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer, shown)
+    return ReplyTokens(SamplingParams(**params), ending_ids, max_num_tokens, tokenizer, template)
 
 
 def accepted(reply, text):
@@ -103,11 +109,47 @@ def test_only_shown_control_tokens_are_in_the_text_and_an_ending_one_is_not():
     tokenizer = ZOO["bytes"]
     user, end = tokenizer.control_ids(["<|user|>"]), tokenizer.control_ids(["<|end|>"])
     ids = [*b"a", *user, *end, *b"b", *user]
-    for shown, text in (((), "ab"), (("<|user|>", "no token"), "a<|user|>b<|user|>")):
-        reply = reply_of(ending_ids=(), shown=shown)
+    harmony = TemplateInput(reply=ReplyFormat(reasoning="harmony"))
+    for template, text in ((NO_INPUT, "ab"), (harmony, "a<|end|>b")):
+        reply = reply_of(ending_ids=(), template=template)
         for token_id in ids:
             reply.accept(token_id, -1.0, NO_IDS, NO_LOGPROBS)
         assert reply.text == text
-    reply = reply_of(ending_ids=tuple(user), shown=["<|user|>"])
-    assert reply.accept(min(user), -1.0, NO_IDS, NO_LOGPROBS) == "stop"
+    reply = reply_of(ending_ids=tuple(end), template=harmony)
+    assert reply.accept(min(end), -1.0, NO_IDS, NO_LOGPROBS) == "stop"
     assert reply.text == ""
+
+
+def one_call(name, **reply):
+    """Return how a reply is read that may have one call, in the format `name`."""
+    return TemplateInput(tools=TOOLS, reply=ReplyFormat(calls=name, max_calls=1, **reply))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_reply_that_may_have_one_call_ends_with_it(name):
+    """Marks in an argument do not end it, and later calls do not count."""
+    marks = "".join(mark for mark in TOOL_FORMATS[name].call_end if "\n" not in mark)
+    city = f"Bern {marks} [x]" if name not in ("harmony", "qwen3_xml") else "Bern </tool_call> [x]"
+    text = WRITTEN[name].replace("Bern", city) + ("<|call|>and more" if name == "harmony" else "")
+    template = one_call(name)
+    reply = reply_of(10_000, template=template)
+    assert accepted(reply, text)[-1] == "stop"
+    assert reply.text == text[: len(reply.text)] and len(reply.text) < len(text)
+    (call,) = ReplyReader(None).parts(reply.text, template, turn="").calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": city, "days": 2})
+
+
+def test_marks_in_the_reasoning_end_no_reply():
+    text = f"<think>{WRITTEN['hermes']}</think>{WRITTEN['hermes']}"
+    template = one_call("hermes", reasoning="think")
+    reply = reply_of(10_000, template=template)
+    assert accepted(reply, text)[-1] == "stop"
+    parts = ReplyReader(None).parts(reply.text, template, turn="")
+    assert (parts.reasoning, len(parts.calls)) == (WRITTEN["hermes"], 1)
+
+
+def test_a_call_ends_a_reply_only_after_min_tokens():
+    text, template = '{"name": "now", "parameters": {}}', one_call("llama3_json")
+    reply = reply_of(template=template, max_tokens=99, min_tokens=len(text) + 2)
+    assert accepted(reply, text + "; more") == [None] * (len(text) + 2) + ["stop"]
+    assert accepted(reply_of(len(text), template=template), text)[-1] == "stop", "and not length"

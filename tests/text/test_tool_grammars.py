@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 
 import llguidance
 import llguidance.numpy as llguidance_numpy
@@ -12,14 +13,16 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.structured import StructuredOutput
-from pensieve_jax.text import Tokenizer
+from pensieve_jax.core.template_input import TemplateInput
+from pensieve_jax.text import ChatFormat, Tokenizer
 from pensieve_jax.text.grammar import Grammars
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
-from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
+from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, Parsers, ToolFormat
 from pensieve_jax.text.tool_grammars import call_grammar
-from pensieve_jax.text.tools import check_tools
+from pensieve_jax.text.tools import Tool, check_tools
 from tests.seeds import new_seed
 from tests.text.tokenizer_zoo import byte_level_backend
 
@@ -254,3 +257,130 @@ def test_a_mark_may_be_an_added_token_that_is_not_a_control_token(name: str) -> 
     grammar = call_grammar(row, TOOLS, tokenizer)
     assert takes(tokenizer, library, grammar, WRITTEN[name])
     assert not takes(tokenizer, library, grammar, WRITTEN[name].replace("city", "town"))
+
+
+def test_a_text_between_tags_has_no_closing_tag() -> None:
+    """The reader ends an argument at the first one."""
+    row = TOOL_FORMATS["qwen3_xml"]
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    grammar = call_grammar(row, TOOLS, tokenizer)
+    written = WRITTEN["qwen3_xml"]
+    for city, is_taken in (
+        ("a < b </parameter", True),
+        ("a </parameter> b", False),
+        ("a\n</parameter> b", False),
+    ):
+        text = written.replace("Bern", city)
+        assert takes(tokenizer, library, grammar, text) == is_taken
+        parser = ReplyParser(
+            row, schemas={tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+        )
+        first, _ = parsed_reply([*parser.feed(text), *parser.end()]).calls
+        assert (json.loads(first.arguments)["city"] == city) == is_taken
+
+
+def test_an_added_token_without_brackets_is_text_to_the_library_and_to_grammars() -> None:
+    """Both go by `Tokenizer.mark_id`."""
+    row = TOOL_FORMATS["mistral"]
+    backend = byte_level_backend(("<s>", "</s>", EOS))
+    backend.add_tokens([AddedToken(mark, normalized=False) for mark in ("[TOOL_CALLS]", "[ARGS]")])
+    tokenizer = Tokenizer(backend, eos_token=EOS)
+    library = llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
+    grammar = call_grammar(row, TOOLS, tokenizer, has_text=True)
+    assert json.dumps(row.start) in grammar
+    written = "I look." + WRITTEN["mistral"].replace("[ARGS]", "")
+    assert takes(tokenizer, library, grammar, written)
+    assert not takes(tokenizer, library, grammar, written.replace("city", "town"))
+
+
+NAMES = (
+    *("a", "a-b", "-", "1", "7up", "class", "None", "a.b", ".", "a:b", "a:1", "a:1:0", ":", "functions.f"),
+    *("function", "assistant", "to", "x" * 64, "-" * 128),
+)
+ARGUMENTS = (
+    "a",
+    "from",
+    "my-arg",
+    "1",
+    "None",
+    "xs:type",
+    "a.b",
+    "\u00e9\ufb01",
+    "@id",
+    "$ref",
+    "my arg",
+    "a>b",
+    "=",
+    "",
+)
+
+
+def shortest(grammar: str, tokenizer: Tokenizer, library: llguidance.LLTokenizer) -> str:
+    """Return a text that a grammar takes, of ids that end its parts as soon as they can."""
+    matcher = llguidance.LLMatcher(library, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids: list[int] = []
+    while not matcher.is_accepting() and len(ids) < 2000:
+        mask = llguidance_numpy.allocate_token_bitmask(1, library.vocab_size)
+        llguidance_numpy.fill_next_token_bitmask(matcher, mask, 0)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        texts = {int(one): tokenizer.token_text(int(one)) for one in allowed}
+        marks = [one for one in texts if one in tokenizer.mark_ids]
+        closing = [one for one, text in texts.items() if text in ('"', "}", ")", "]", "<", "\u010a")]
+        ids.append((marks or closing or list(texts))[0])
+        assert matcher.consume_token(ids[-1])
+    assert matcher.is_accepting()
+    return tokenizer.decode_raw(ids)
+
+
+def tool_of(name: str, arguments: Iterable[str] = ()) -> Tool:
+    properties = {one: {"type": "integer", "enum": [7]} for one in arguments}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_tool_of_any_name_is_called_and_read_back(name: str) -> None:
+    """Names that OpenAI's API allows, and those that this server allows beside them."""
+    draw, row = random.Random(new_seed()), TOOL_FORMATS[name]
+    letters = "abzAZ019_-.:"
+    drawn = ["".join(draw.choices(letters, k=draw.randint(1, 12))) for _ in range(15)]
+    for has_control in controls(name):
+        tokenizer, library = tokenizer_of(row, has_control=has_control)
+        for tool_name in (*NAMES, *drawn):
+            (tool,) = check_tools([tool_of(tool_name, ["a"])])
+            text = shortest(call_grammar(row, [tool], tokenizer, has_one_call=True), tokenizer, library)
+            parser = ReplyParser(row, schemas={tool_name: tool["function"]["parameters"]})
+            (call,) = parsed_reply([*parser.feed(text), *parser.end()]).calls
+            assert (call.name, json.loads(call.arguments)) == (tool_name, {"a": 7}), text
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_an_argument_of_any_name_is_read_back_or_refused(name: str) -> None:
+    row, refused = TOOL_FORMATS[name], set()
+    for has_control in controls(name):
+        tokenizer, library = tokenizer_of(row, has_control=has_control)
+        template = "{{ tools }}"
+        backend = Backend.from_str(tokenizer.as_json())
+        chat = ChatFormat(
+            Tokenizer(backend, eos_token=EOS, chat_template=template), parsers=Parsers(calls=name)
+        )
+        for argument in ARGUMENTS:
+            tools = check_tools([tool_of("now"), tool_of("f", [argument])])
+            try:
+                chat.with_calls(TemplateInput(tools))
+            except InvalidRequestError as error:
+                assert error.field == "tools[1].function.parameters.properties" and name in error.limit
+                chat.with_calls(TemplateInput(tools), max_calls=0)
+                refused.add(argument)
+                continue
+            text = shortest(call_grammar(row, tools[1:], tokenizer, has_one_call=True), tokenizer, library)
+            parser = ReplyParser(row, schemas={"f": tools[1]["function"]["parameters"]})
+            (call,) = parsed_reply([*parser.feed(text), *parser.end()]).calls
+            assert (call.name, json.loads(call.arguments)) == ("f", {argument: 7}), text
+    assert refused == {"pythonic": {"my arg", "=", ""}, "qwen3_xml": {"a>b", ""}}.get(name, set())

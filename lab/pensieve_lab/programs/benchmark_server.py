@@ -34,6 +34,7 @@ from pensieve_jax import CacheConfig, EngineConfig, SamplingParams, SchedulerCon
 from pensieve_jax.assembly import estimated_cost_model
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
@@ -43,6 +44,7 @@ from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import sent_spec
 from pensieve_jax.server.engine_process.running_turn import RunningTurn
 from pensieve_jax.text import byte_tokenizer
+from pensieve_jax.text.grammar import Grammar
 from pensieve_lab.steps.null_runner import NullRunner
 
 FLAGS = flags.FLAGS
@@ -77,8 +79,10 @@ class TimedEngine(Engine):
     def step(self) -> list[Turn]:
         return self._timed(super().step)
 
-    def submit(self, specs: Sequence[TurnSpec]) -> list[Turn]:
-        return self._timed(lambda: super(TimedEngine, self).submit(specs))
+    def submit(
+        self, specs: Sequence[TurnSpec], grammars: Mapping[StructuredOutput, Grammar] | None = None
+    ) -> list[Turn]:
+        return self._timed(lambda: super(TimedEngine, self).submit(specs, grammars))
 
     def _timed[T](self, work: Callable[[], T]) -> T:
         start_s = time.thread_time()

@@ -9,6 +9,9 @@ round has several conversations and a fork of each with another schema. The conv
 get a second turn. In between, the engine is closed and opened again on the same history. `jsonschema`, an
 independent validator, checks the replies. The exit status is 1 if a reply is invalid. Replies that the token
 limit cut are counted.
+
+`--num_shares` divides the schemas into shares, and `--share` names the one to run, so that a long check can
+run in parts. Each part writes its own document; together they are the whole check.
 """
 
 from __future__ import annotations
@@ -38,13 +41,13 @@ from pensieve_jax import (
 from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
-from pensieve_jax.core.errors import InvalidRequestError, PensieveError
+from pensieve_jax.core.errors import ConfigError, InvalidRequestError, PensieveError
 from pensieve_jax.core.outputs import Output
 
 FLAGS = flags.FLAGS
 _DATA = "maskbench/data"
 _COUNTERS = ("num_suspensions", "swapped_in_tokens", "resume_recomputed_tokens", "recomputed_tokens")
-_CONTEXT_TOKENS = 512
+_CONTEXT_TOKENS = 1024
 _ROUNDS_PER_ENGINE = 4
 
 
@@ -148,7 +151,7 @@ class Check:
 def opened(model: str, private: str) -> LLM:
     """Open the model with a cache that is too small for a round, and files in the directory `private`."""
     config = EngineConfig(
-        cache=CacheConfig(gpu_pages=40, cpu_pages=24, chunk_tokens=16),
+        cache=CacheConfig(gpu_pages=64, cpu_pages=40, chunk_tokens=16),
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.num_conversations,
             max_num_batched_tokens=128,
@@ -162,13 +165,17 @@ def opened(model: str, private: str) -> LLM:
 
 
 def check_model(model: str) -> dict[str, Any]:
-    """Check one model; return the numbers of schemas and replies, and invalid replies."""
+    """Check one model; return the numbers of schemas and replies, and invalid replies.
+
+    `refused_schemas` counts the draws of all shares.
+    """
     check = Check(FLAGS.seed, FLAGS.max_tokens)
     size = FLAGS.num_conversations
     with tempfile.TemporaryDirectory() as private:
         llm = opened(model, private)
         try:
             cases, refused = compiled_cases(llm, FLAGS.bench, FLAGS.seed, FLAGS.num_schemas)
+            cases = cases[FLAGS.share :: FLAGS.num_shares]
             rounds = [cases[start : start + size] for start in range(0, len(cases), size)]
             for number, first in enumerate(tqdm(rounds, desc=model, disable=None)):
                 if number and number % _ROUNDS_PER_ENGINE == 0:
@@ -194,15 +201,24 @@ def check_model(model: str) -> dict[str, Any]:
 
 
 def main() -> int:
+    if FLAGS.share >= FLAGS.num_shares:
+        raise ConfigError("share", FLAGS.share, f"less than num_shares, {FLAGS.num_shares}")
     results = [check_model(model) for model in FLAGS.models]
     for one in results:
         print(f"{one['model']}: {one['num_schemas']} schemas compiled, refused {one['refused_schemas']}")
         print(table(("replies", "number"), list(one["replies"].items())))
         for problem in one["problems"]:
             print("invalid:", problem)
-    document = {"models": results, "seed": FLAGS.seed, "max_tokens": FLAGS.max_tokens}
+    document = {
+        "models": results,
+        "seed": FLAGS.seed,
+        "max_tokens": FLAGS.max_tokens,
+        "share": FLAGS.share,
+        "num_shares": FLAGS.num_shares,
+    }
     print_document(json_line("schemas", document, units={"replies": "number"}, device=device_name()))
-    is_complete = all(one["num_schemas"] == FLAGS.num_schemas for one in results)
+    size = len(range(FLAGS.share, FLAGS.num_schemas, FLAGS.num_shares))
+    is_complete = all(one["num_schemas"] == size for one in results)
     return EXIT_FAILED if not is_complete or any(one["problems"] for one in results) else 0
 
 
@@ -212,6 +228,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_schemas", 1000, "Schemas that compile, for each model.", lower_bound=1)
     flags.DEFINE_integer("num_conversations", 12, "Conversations of a round.", lower_bound=1)
     flags.DEFINE_integer("max_tokens", 160, "Limit of a reply.", lower_bound=1)
+    flags.DEFINE_integer("num_shares", 1, "Shares into which the schemas are divided.", lower_bound=1)
+    flags.DEFINE_integer("share", 0, "The share to check, from 0.", lower_bound=0)
     flags.DEFINE_integer("seed", 0, "Seed of the schemas and of the replies.")
     define_document_flag()
     require("bench")

@@ -58,6 +58,7 @@ class Context(NamedTuple):
       paths: the path in the request of each message.
       prefill: the text with which the reply begins; None without an assistant's message at the end.
       tools: function tools, as the chat template reads them.
+      strict: names of the tools whose arguments always have the form of their schemas.
       ignored: paths of fields without an effect.
     """
 
@@ -65,6 +66,7 @@ class Context(NamedTuple):
     paths: Sequence[str]
     prefill: str | None
     tools: list[dict[str, Any]]
+    strict: frozenset[str]
     ignored: tuple[str, ...]
 
 
@@ -76,13 +78,19 @@ def context_of(body: ContextFields) -> Context:
     if body.system is not None:
         reader.add_system(body.system)
     for index, message in enumerate(body.messages):
+        # Anthropic's API also refuses an empty message of the assistant. But a reply of this server can be
+        # empty, and its client sends it again.
+        if not message.content and message.role != "assistant":
+            path = f"messages[{index}].content"
+            raise invalid_value(path, f"{path} is empty, but must be text or at least one block.")
         reader.add(message, f"messages[{index}]")
     tools = [reader.tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     prefill = reader.take_prefill()
     for one in reader.messages:
         if "tool_calls" in one and not one["content"]:
             one["content"] = None
-    return Context(reader.messages, reader.paths, prefill, tools, tuple(reader.ignored))
+    strict = frozenset(reader.strict)
+    return Context(reader.messages, reader.paths, prefill, tools, strict, tuple(reader.ignored))
 
 
 class _Reader:
@@ -90,6 +98,7 @@ class _Reader:
 
     Attributes:
       messages, paths: see `Context`.
+      strict: names of tools that are strict.
       ignored: paths of fields without an effect, in order.
     """
 
@@ -97,6 +106,7 @@ class _Reader:
         """Start before the first message."""
         self.messages: list[dict[str, Any]] = []
         self.paths: list[str] = []
+        self.strict: list[str] = []
         self.ignored: dict[str, None] = {}
 
     def add_system(self, system: str | Sequence[Any]) -> None:
@@ -112,9 +122,7 @@ class _Reader:
         if message.role == "assistant":
             self._add_assistant(blocks, path)
             return
-        is_empty = True
         for at, block in blocks:
-            is_empty = False
             if isinstance(block, ToolResultBlock):
                 texts = self._blocks(block.content or "", f"{at}.content", _TEXT_ONLY)
                 content = _SEPARATOR.join(text.text for _, text in texts)
@@ -122,8 +130,6 @@ class _Reader:
                 self._add(result, at)
             else:
                 self._add_text(message.role, block.text, path)
-        if is_empty:
-            raise invalid_value(f"{path}.content", f"{path}.content is empty, but must be text or a block.")
 
     def take_prefill(self) -> str | None:
         """Remove an assistant's message at the end, and return its text, or None."""
@@ -145,6 +151,8 @@ class _Reader:
                 f"{path}.type", f"the server runs no tools itself, such as {kind}; {LEAVES_OUT}"
             )
         tool = self._convert(value, Tool, path)
+        if tool.strict:
+            self.strict.append(tool.name)
         function: dict[str, Any] = {"name": tool.name}
         if tool.description is not None:
             function["description"] = tool.description

@@ -132,7 +132,9 @@ class MessageContext:
         """Return the error response for an exception, with the client's names of fields."""
         fields = {"prompt": "messages", "stop": "stop_sequences"}
         fields |= {"structured.prefill": f"messages[{self._num_messages - 1}].content", **self._form_fields}
-        fields |= {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self._context.tools))}
+        for index in range(len(self._context.tools)):
+            fields[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
+            fields[f"tools[{index}].function"] = f"tools[{index}]"
         for index, path in enumerate(self._context.paths):
             fields[f"messages[{index}].tool_call_id"] = f"{path}.tool_use_id"
             fields[f"messages[{index}]"] = path

@@ -89,6 +89,7 @@ class Tool(Body):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(Body):
@@ -153,7 +154,7 @@ class ContextFields(Body, kw_only=True):
     """The request fields that determine the context of a reply; counting tokens needs no others."""
 
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **UNSUPPORTED_TEMPLATE,
+        **{name: values for name, values in UNSUPPORTED_TEMPLATE.items() if name != "thinking"},
         "mcp_servers": ([],),
         "container": (),
         "thread": (),

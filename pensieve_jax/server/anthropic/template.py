@@ -43,10 +43,10 @@ def choice_of(body: ContextFields, context: Context) -> ToolChoice:
     """Return which tools the reply may or must call; raise ApiError naming the field."""
     given = body.tool_choice
     if given is None:
-        return ToolChoice()
+        return ToolChoice(strict=context.strict)
     has_one_call = bool(given.disable_parallel_tool_use)
     if given.type in ("auto", "none"):
-        return ToolChoice(given.type, has_one_call=has_one_call)
+        return ToolChoice(given.type, has_one_call=has_one_call, strict=context.strict)
     names = None
     if given.type == "tool":
         if given.name is None:

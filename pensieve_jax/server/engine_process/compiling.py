@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import GrammarFailedError, GrammarQueueFullError, PensieveError
@@ -26,13 +27,22 @@ MAX_COMPILING: Final = 16
 _NUM_THREADS: Final = 2
 
 
+type Compiled = Mapping[StructuredOutput, Grammar | PensieveError]
+"""What came of compiling forms: a grammar, or why there is none."""
+
+
 class _Held(NamedTuple):
     message: Submit
-    compiling: list[Future[Grammar]]
+    known: Compiled
+    compiling: Mapping[StructuredOutput, Future[Grammar]]
 
 
 class CompilingTurns:
-    """Messages that wait until the grammars of their turns are compiled, in order of arrival."""
+    """Messages that wait until the grammars of their turns are compiled, in order of arrival.
+
+    A message holds its grammars until its turns are queued. A grammar that was evicted meanwhile would be
+    compiled again in the engine's thread.
+    """
 
     def __init__(self, grammars: Grammars | None, watch: Callable[[socket.socket], None]) -> None:
         """Start without messages.
@@ -49,17 +59,36 @@ class CompilingTurns:
         self._held: list[_Held] = []
         self._compiling: dict[StructuredOutput, Future[Grammar]] = {}
 
-    def hold(self, message: Submit) -> bool:
-        """Keep a message if one of its grammars is not compiled, and return whether it is kept.
+    def grammars_of(
+        self,
+        message: Submit,
+        asked: Iterable[StructuredOutput | None],
+        known: Compiled = MappingProxyType({}),
+    ) -> dict[StructuredOutput, Grammar] | None:
+        """Return the grammars of a message's turns; if one is not compiled, hold the message and return None.
 
-        Raises GrammarQueueFullError if too many grammars are compiling.
+        Args:
+          message: the message.
+          asked: the form of each of its turns.
+          known: what `take_ready` yielded with the message.
+
+        Raises the error of a form that cannot be compiled, and GrammarQueueFullError if too many grammars are
+        compiling.
         """
         if self._grammars is None:
-            return False
-        forms = dict.fromkeys(turn.params.structured for turn in message.turns)
-        missing = [form for form in forms if form is not None and self._grammars.kept(form) is None]
+            return {}
+        found: dict[StructuredOutput, Grammar] = {}
+        missing: list[StructuredOutput] = []
+        for form in dict.fromkeys(form for form in asked if form is not None):
+            grammar = known.get(form) or self._grammars.kept(form)
+            if isinstance(grammar, PensieveError):
+                raise grammar
+            if grammar is None:
+                missing.append(form)
+            else:
+                found[form] = grammar
         if not missing:
-            return False
+            return found
         new = [form for form in missing if form not in self._compiling]
         if len(self._compiling) + len(new) > MAX_COMPILING:
             raise GrammarQueueFullError(MAX_COMPILING)
@@ -71,29 +100,29 @@ class CompilingTurns:
         for form in new:
             self._compiling[form] = future = self._threads.submit(self._grammars.compile, form)
             future.add_done_callback(self._notify)
-        self._held.append(_Held(message, [self._compiling[form] for form in missing]))
-        return True
+        self._held.append(_Held(message, found, {form: self._compiling[form] for form in missing}))
+        return None
 
-    def take_ready(self) -> Iterator[tuple[Submit, PensieveError | None]]:
-        """Yield and forget the messages whose grammars are compiled, or the error of one of them."""
+    def forget(self, message: Submit) -> None:
+        """Hold a message no more. Grammars that only it waits for are not compiled, if that has not begun."""
+        self._held = [one for one in self._held if one.message is not message]
+        wanted = {form for one in self._held for form in one.compiling}
+        for form, future in list(self._compiling.items()):
+            if form not in wanted and future.cancel():
+                del self._compiling[form]
+
+    def take_ready(self) -> Iterator[tuple[Submit, Compiled]]:
+        """Yield and forget the messages whose grammars are compiled, with these or the errors."""
         self._drain()  # first, also without messages: a notice may come after its message was taken
         for form, future in list(self._compiling.items()):
             if future.done():
                 del self._compiling[form]
         held, self._held = self._held, []
         for one in held:
-            if not all(future.done() for future in one.compiling):
+            if not all(future.done() for future in one.compiling.values()):
                 self._held.append(one)
                 continue
-            problem: PensieveError | None = None
-            for future in one.compiling:
-                error = future.exception()
-                if isinstance(error, PensieveError):
-                    problem = error
-                elif error is not None:  # of the library; this must not end the process
-                    _log.error("a grammar could not be compiled", exc_info=error)
-                    problem = GrammarFailedError("the grammar could not be compiled; see the log")
-            yield one.message, problem
+            yield one.message, {**one.known, **{form: _result(each) for form, each in one.compiling.items()}}
 
     def close(self) -> None:
         """Start no more compilations, and close the sockets."""
@@ -102,7 +131,7 @@ class CompilingTurns:
             end.close()
 
     def _notify(self, future: Future[Grammar]) -> None:
-        """Make `wake` readable; called in a thread of the pool."""
+        """Make the watched socket readable; called in any thread, when a compilation ends or is cancelled."""
         assert self._sockets is not None
         with contextlib.suppress(BlockingIOError):  # it is readable already
             self._sockets[1].send(b"\0")
@@ -113,3 +142,13 @@ class CompilingTurns:
         with contextlib.suppress(BlockingIOError):
             while self._sockets[0].recv(4096):
                 pass
+
+
+def _result(compiled: Future[Grammar]) -> Grammar | PensieveError:
+    error = compiled.exception()
+    if error is None:
+        return compiled.result()
+    if isinstance(error, PensieveError):
+        return error
+    _log.error("a grammar could not be compiled", exc_info=error)  # of the library; the process goes on
+    return GrammarFailedError("the grammar could not be compiled; see the log")

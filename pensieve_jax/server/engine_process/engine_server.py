@@ -19,18 +19,19 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pensieve_jax.core.errors import HistoryBusyError, HistoryError, PensieveError
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
-from pensieve_jax.engine.turn import Deltas, Turn
+from pensieve_jax.engine.turn import Deltas, Turn, cancelled_output
 from pensieve_jax.history.failure_log import FailureLog
 from pensieve_jax.history.store import LOCK_WAIT_S
 from pensieve_jax.prompts import PromptEncoder
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls
-from pensieve_jax.server.engine_process.compiling import CompilingTurns
+from pensieve_jax.server.engine_process.compiling import Compiled, CompilingTurns
 from pensieve_jax.server.engine_process.messages import (
     Answer,
     Apply,
@@ -108,8 +109,8 @@ class EngineServer:
         self._report = Report()  # the next report, still without deltas
         self._numbers: dict[Turn, int] = {}
         self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
-        self._held_numbers: set[int] = set()  # turns whose grammars are still compiled
-        self._cancelled: set[int] = set()  # those of them to cancel
+        # Turns whose grammars are still compiled, each with the message that submits it.
+        self._held: dict[int, tuple[Submit, TurnSpec]] = {}
         self._front_left = False
         self._calls: deque[_WaitingCall] = deque()  # by arrival
         self._next_try_s = 0.0
@@ -134,8 +135,10 @@ class EngineServer:
                 self.run_once()
         finally:
             self._front.close()
-            self._engine.close()
-            self._compiling.close()
+            try:
+                self._engine.close()
+            finally:
+                self._compiling.close()
 
     def run_once(self) -> None:
         """Run the loop once: inbox, step, report. If no turn is unfinished, first wait for an event."""
@@ -144,11 +147,8 @@ class EngineServer:
             self._wait()
         self._take_inbox()
         self._retry_calls()
-        for message, error in self._compiling.take_ready():
-            if error is None:
-                self._queue(message)
-            else:
-                self._refuse(message, error)
+        for message, compiled in self._compiling.take_ready():
+            self._submit(message, compiled)
         if engine.has_unfinished or self._may_copy:
             self._may_copy = False
             for turn in engine.step():
@@ -219,43 +219,35 @@ class EngineServer:
                 self._report.answers += [Answer(number, error=problem) for number in answers]
             data = b""
 
-    def _submit(self, message: Submit) -> None:
-        try:
-            is_held = self._compiling.hold(message)
-        except PensieveError as error:
-            self._refuse(message, error)
-            return
-        if is_held:
-            self._held_numbers.update(turn.number for turn in message.turns)
-        else:
-            self._queue(message)
+    def _submit(self, message: Submit, compiled: Compiled = MappingProxyType({})) -> None:
+        """Queue the turns of a message, now or once their grammars are compiled.
 
-    def _queue(self, message: Submit) -> None:
-        """Queue the turns of a message, whose grammars are compiled."""
+        A prompt is encoded again then: the conversation may have gone on, and the form may have moved behind
+        another beginning of the reply.
+        """
         try:
             specs = [self._spec(turn, len(message.turns)) for turn in submitted(message)]
-            turns = self._engine.submit(specs)
+            forms = [spec.params.structured for spec in specs]
+            grammars = self._compiling.grammars_of(message, forms, compiled)
+            turns = None if grammars is None else self._engine.submit(specs, grammars)
         except PensieveError as error:
             self._refuse(message, error)
             return
-        for sent_turn, turn in zip(message.turns, turns, strict=True):
-            self._numbers[turn] = sent_turn.number
-            self._turns[sent_turn.number] = turn
-            self._report.accepted.append(sent_turn.number)
-        self._cancel(Cancel(self._released(message)))
+        numbers = [turn.number for turn in message.turns]
+        if turns is None:
+            self._held.update(zip(numbers, [(message, spec) for spec in specs], strict=True))
+            return
+        for number, turn in zip(numbers, turns, strict=True):
+            self._held.pop(number, None)
+            self._numbers[turn] = number
+            self._turns[number] = turn
+            self._report.accepted.append(number)
 
     def _refuse(self, message: Submit, error: PensieveError) -> None:
-        self._released(message)
         sent = self._sent(error)
-        self._report.endings += [Ending(turn.number, error=sent) for turn in message.turns]
-
-    def _released(self, message: Submit) -> list[int]:
-        """Forget that the turns of a message wait; return the numbers of those to cancel."""
-        numbers = [turn.number for turn in message.turns]
-        cancelled = self._cancelled.intersection(numbers)
-        self._held_numbers.difference_update(numbers)
-        self._cancelled -= cancelled
-        return sorted(cancelled)
+        for turn in message.turns:
+            self._held.pop(turn.number, None)
+            self._report.endings.append(Ending(turn.number, error=sent))
 
     def _spec(self, turn: SentTurn, count: int) -> TurnSpec:
         if turn.is_encoded:
@@ -266,11 +258,19 @@ class EngineServer:
     def _cancel(self, message: Cancel) -> None:
         for number in message.numbers:
             turn = self._turns.get(number)
-            if number in self._held_numbers:
-                self._cancelled.add(number)
+            if number in self._held:
+                self._cancel_held(number)
             elif turn is not None:  # it may have ended meanwhile
                 self._engine.cancel(turn)
                 self._tell_end(number, turn)
+
+    def _cancel_held(self, number: int) -> None:
+        """End a turn whose grammar is still compiled; the other turns of its message wait on."""
+        message, spec = self._held.pop(number)
+        message.turns = [turn for turn in message.turns if turn.number != number]
+        if not message.turns:
+            self._compiling.forget(message)
+        self._report.endings.append(Ending(number, cancelled_output(spec, time.time())))
 
     def _call(self, message: Call) -> None:
         self._may_copy = True

@@ -122,7 +122,8 @@ async def asked_text_format(call: HttpRequest, text_format: TextFormat | None) -
     if text_format is None:
         return AskedForm()
     kind, schema, is_loose = text_format.type, text_format.schema, text_format.strict is False
-    return await _checked(call, _format_wishes(kind, schema, "text.format", "text.format.schema", is_loose))
+    wishes = _format_wishes(kind, schema, "text.format", "text.format.schema", is_loose)
+    return await _checked(call, wishes)
 
 
 async def asked_schema(call: HttpRequest, schema: dict[str, Any] | None, at: str) -> AskedForm:
@@ -147,8 +148,7 @@ def _wishes(body: StructuredFields) -> list[_Wish]:
     if format_ is not None:
         given = format_.json_schema
         if format_.type == "json_schema" and given is None:
-            path = "response_format.json_schema"
-            raise ApiError(400, "missing_required_parameter", f"{path} is missing.", param=path)
+            raise _missing("response_format.json_schema")
         schema, is_loose = (None, False) if given is None else (given.schema, given.strict is False)
         at = "response_format"
         found += _format_wishes(format_.type, schema, at, "response_format.json_schema.schema", is_loose)
@@ -163,12 +163,19 @@ def _wishes(body: StructuredFields) -> list[_Wish]:
     return found
 
 
+def _missing(path: str) -> ApiError:
+    return ApiError(400, "missing_required_parameter", f"{path} is missing.", param=path)
+
+
 def _format_wishes(kind: str, schema: Any, at: str, schema_at: str, is_loose: bool) -> list[_Wish]:
-    if kind == "text":
-        return []
-    if kind == "json_object" or schema is None:
-        return [_Wish(at, StructuredOutput.json_object)]
-    return [_Wish(schema_at, functools.partial(StructuredOutput.json_schema, schema), is_loose)]
+    if kind == "json_schema":
+        if schema is None:
+            raise _missing(schema_at)
+        return [_Wish(schema_at, functools.partial(StructuredOutput.json_schema, schema), is_loose)]
+    if schema is not None:
+        sentence = f"{at}.type is {kind!r}, but must be 'json_schema' beside a schema."
+        raise invalid_value(f"{at}.type", sentence)
+    return [] if kind == "text" else [_Wish(at, StructuredOutput.json_object)]
 
 
 def _wish(kind: str, value: Any, at: str) -> list[_Wish]:

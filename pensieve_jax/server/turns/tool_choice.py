@@ -5,7 +5,7 @@ Does not know: the request schema of any one format. Called by `server.openai` a
 
 | choice | effect |
 |---|---|
-| none | the tools are rendered; the mark before calls is banned, if the format has one |
+| none | the tools are rendered; a reply is text, and has no mark before calls if that is one token |
 | auto | without strict tools nothing; with them, calls behind text follow their schemas |
 | required, or tools by name | the reply is calls, after its reasoning; a form of its text has no effect |
 """
@@ -84,10 +84,9 @@ def tool_choice(
 
 
 def with_calls(template_input: TemplateInput, chat_format: ChatFormat, choice: ToolChoice) -> TemplateInput:
-    """Return the input of a turn with how its calls are read; none are with the choice "none"."""
-    if choice.mode == "none":
-        return template_input
-    return chat_format.with_calls(template_input, has_one_call=choice.has_one_call)
+    """Return the input of a turn with how its calls are read, and how many it may have."""
+    max_calls = 0 if choice.mode == "none" else 1 if choice.has_one_call else None
+    return chat_format.with_calls(template_input, max_calls=max_calls)
 
 
 def with_choice(
@@ -101,7 +100,7 @@ def with_choice(
         return params
     row = chat_format.tool_format
     if choice.mode == "none":
-        return replace(params, bad_words=(*params.bad_words, row.start)) if row.start else params
+        return params
     tools = [
         tool
         for tool in template_input.tools
@@ -118,8 +117,6 @@ def with_choice(
             has_text=choice.mode == "auto",
         )
         return replace(params, structured=StructuredOutput.grammar(grammar))
-    if choice.has_one_call and row.call_end:
-        return replace(params, stop=(*params.stop, row.call_end[-1]))
     return params
 
 

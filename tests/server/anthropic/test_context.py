@@ -93,6 +93,13 @@ def test_an_assistants_message_at_the_end_is_a_prefill():
     assert context.messages == [HI] and context.paths == ["messages[0]"] and context.prefill == "one two"
 
 
+@pytest.mark.parametrize("empty", ["", []])
+def test_an_assistants_message_may_be_empty(empty):
+    """A reply can be, and a client that sends all messages again would never get another one."""
+    assert read(HI, {"role": "assistant", "content": empty}).prefill == ""
+    assert read(HI, {"role": "assistant", "content": empty}, HI).messages[1]["content"] == ""
+
+
 def test_encrypted_reasoning_is_left_out():
     block = {"type": "redacted_thinking", "data": "abc"}
     context = read(HI, {"role": "assistant", "content": [block, TEXT]}, HI)
@@ -137,6 +144,12 @@ def test_tools_are_read_as_functions():
             "messages[1].content[0].id",
         ),
         ([HI, {"role": "assistant", "content": [CALL]}], "invalid_value", "messages[1]"),
+        *(
+            ([HI, {"role": role, "content": empty}, HI], "invalid_value", "messages[1].content")
+            for role in ("user", "system")
+            for empty in ("", [])
+        ),
+        ([{"role": "user", "content": ""}], "invalid_value", "messages[0].content"),
         (
             [HI, {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm"}]}],
             "unsupported_parameter",

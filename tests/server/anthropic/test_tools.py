@@ -141,7 +141,7 @@ def test_tools_are_counted():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_may_have_one_call_only(stream):
-    """The engine ends it at a string that the server added to the request's stop sequences."""
+    """The engine ends it with the call; the client's stop sequences are its own."""
     harness = harness_of()
     harness.engine.script = sampled([*f"{CALL}\n{CALL}".encode(), 257])
     choice = {"type": "auto", "disable_parallel_tool_use": True}
@@ -149,7 +149,8 @@ def test_a_reply_may_have_one_call_only(stream):
     (use,) = message["content"]
     assert (use["name"], use["input"]) == ("look_up", {"word": "chunk"})
     assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
-    assert harness.engine.turns[-1].output.stop_string == "</tool_call>"
+    turn = harness.engine.turns[-1]
+    assert (turn.spec.params.stop, turn.output.token_ids[-1]) == (("x",), ord("}"))
 
 
 def test_without_a_choice_of_tools_calls_are_text():
@@ -239,6 +240,27 @@ def test_a_choice_may_demand_a_call(choice, names):
     if form is not None:
         assert form.kind == "grammar" and form.after == ""
         assert {name for name in ("look_up", "now") if f'"{name}"' in form.text} == names
+
+
+@pytest.mark.parametrize("choice", [None, {"type": "auto"}, {"type": "none"}])
+def test_a_strict_tool_has_the_form_of_its_schema_where_it_may_be_called(choice):
+    harness = harness_of(CALL)
+    tools = [TOOLS[0], {**TOOLS[1], "strict": True}]
+    fields = {} if choice is None else {"tool_choice": choice}
+    status, headers, _ = asyncio.run(post(harness, asking([ASK], tools=tools, **fields)))
+    assert status == 200 and "x-ignored-fields" not in headers
+    form = form_of(harness)
+    assert (form is None) == (choice == {"type": "none"})
+    assert form is None or form.text.startswith("start: TEXT (call")
+    ask(harness, asking([ASK], tools=[TOOLS[0], {**TOOLS[1], "strict": False}], **fields))
+    assert form_of(harness) is None
+
+
+def test_strict_tools_and_a_form_of_the_text_exclude_each_other():
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    tools = [{**TOOLS[0], "strict": True}]
+    status, body = ask(harness_of(), asking([ASK], tools=tools, output_config=form))
+    assert status == 400 and body["error"]["details"]["param"] == "tools"
 
 
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}

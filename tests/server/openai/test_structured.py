@@ -45,7 +45,6 @@ FORMS = [
     ({"response_format": json_schema(SCHEMA, strict=True)}, StructuredOutput.json_schema(SCHEMA)),
     ({"response_format": json_schema(SCHEMA)}, StructuredOutput.json_schema(SCHEMA)),
     ({"response_format": json_schema(SCHEMA, strict=False)}, StructuredOutput.json_schema(SCHEMA)),
-    ({"response_format": json_schema(None)}, StructuredOutput.json_object()),
     ({"structured_outputs": {"json": SCHEMA}}, StructuredOutput.json_schema(SCHEMA)),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, StructuredOutput.json_schema(json.dumps(SCHEMA))),
     ({"structured_outputs": {"json_object": True}}, StructuredOutput.json_object()),
@@ -107,6 +106,19 @@ REFUSED = [
         {"response_format": {"type": "json_schema"}},
         "missing_required_parameter",
         "response_format.json_schema",
+    ),
+    (_CHAT, {"response_format": json_schema(None)}, "missing_required_parameter", "{schema}"),
+    (
+        _PLAIN,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "missing_required_parameter",
+        "{schema}",
+    ),
+    (
+        _CHAT,
+        {"response_format": json_schema(SCHEMA) | {"type": "json_object"}},
+        "invalid_value",
+        "response_format.type",
     ),
     (_CHAT, {"response_format": {"type": "xml"}}, "invalid_value", "response_format.type"),
     (

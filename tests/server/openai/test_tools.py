@@ -215,8 +215,33 @@ def test_the_choice_of_tools_decides_the_form_of_a_reply(path: Path) -> None:
         grammar = spec.params.structured.text
         assert [name for name in NAMES if json.dumps(name) in grammar] == [n for n in NAMES if n in names]
         assert [tool["function"]["name"] for tool in spec.template_input.tools] == list(NAMES)
-    spec = params_of(path, tool_choice="none")
-    assert (spec.params.bad_words, spec.template_input.reply.calls) == (("<tool_call>",), "")
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+def test_without_a_choice_of_tools_calls_are_text(path: Path, route: str) -> None:
+    """All options of the client stay its own, and have their own limits."""
+    is_chat = route == "chat/completions"
+    fields: dict[str, Any] = (
+        {"messages": [USER], "tools": TOOLS} if is_chat else {"input": "what?", "tools": FLAT}
+    )
+    if is_chat:
+        fields["bad_words"] = [f"word {number}" for number in range(64)]
+    server = ScriptedServer(path, [ONE, "It is an animal."], HERMES)
+    answer = send(server, route, **fields, tool_choice="none")
+    if is_chat:
+        message = answer["choices"][0]["message"]
+        assert message["content"].strip().startswith('{"name": "look_up"')
+        assert (message.get("tool_calls"), answer["choices"][0]["finish_reason"]) == (None, "stop")
+        fields["messages"] = [USER, message, {"role": "user", "content": "sure?"}]
+    else:
+        assert [item["type"] for item in answer["output"]] == ["message"]
+        fields |= {"previous_response_id": answer["id"]}
+    send(server, route, **fields)
+    first, second = (turn.spec for turn in server.engine.turns)
+    assert second.node.parent_id == first.node.turn_id
+    assert len(first.params.bad_words) == 64 * is_chat
+    assert (first.template_input.reply.max_calls, second.template_input.reply.max_calls) == (0, None)
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -261,15 +286,64 @@ def test_the_form_of_text_leaves_demanded_calls_alone(path: Path, route: str) ->
     server.close()
 
 
-def test_a_reply_ends_behind_one_call_without_parallel_calls(path: Path) -> None:
-    server = ScriptedServer(path, [ONE + "\n" + written("now", "{}")] * 2, HERMES)
+@pytest.mark.parametrize("thought", ["", "<think>\nNot </tool_call> yet.\n</think>\n\n"])
+def test_a_reply_ends_behind_one_call_without_parallel_calls(path: Path, thought: str) -> None:
+    """The mark behind a call may stand in the arguments, which `ONE` has, and in the reasoning."""
+    reply = thought + ONE + "\n" + written("now", "{}")
+    server = ScriptedServer(path, [reply] * 4, QWEN3 if thought else HERMES)
+    expected = [("look_up", '{"name": "a </tool_call> b"}')]
     for stream in (False, True):
         answer = chat(server, parallel_tool_calls=False, stream=stream)
         if stream:
-            _, calls, reason = added(events_of(answer))
-            assert (len(calls), reason) == (1, "tool_calls")
+            content, calls, reason = added(events_of(answer))
+            assert ([one[1:] for one in calls], content, reason) == (expected, "", "tool_calls")
         else:
-            assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+            (choice,) = answer["choices"]
+            found = [one["function"] for one in choice["message"]["tool_calls"]]
+            assert [(one["name"], one["arguments"]) for one in found] == expected
+            assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+        response = send(server, "responses", input="what?", tools=FLAT, parallel_tool_calls=False)
+        *_, item = response["output"]
+        assert [item["type"] for item in response["output"]] == ["reasoning"] * bool(thought) + [
+            "function_call"
+        ]
+        assert (item["name"], item["arguments"], response["status"]) == (*expected[0], "completed")
+    assert all(turn.output.token_ids[-1] == ord("}") for turn in server.engine.turns), "no more is computed"
+    server.close()
+
+
+def test_the_end_of_one_call_is_no_stop_string_of_the_client(path: Path) -> None:
+    server = ScriptedServer(path, [ONE], HERMES)
+    chat(server, parallel_tool_calls=False, stop=[f"stop {number}" for number in range(16)])
+    assert len(server.engine.turns[0].spec.params.stop) == 16
+    server.close()
+
+
+@pytest.mark.parametrize("more", ["\n</tool_call>\nAnd", "\n</tool_call>\n<tool_call>", " and so on."])
+def test_what_stands_behind_one_call_in_its_last_token_is_dropped(path: Path, more: str) -> None:
+    """The client sees one call, and the next turn goes on from its tokens; also after a restart."""
+    call = written("add", '{"x": 1}').removesuffix("\n</tool_call>")
+    tokens = ["}" + more]
+    server = ScriptedServer(path, [call + more] * 2, HERMES, tokens=tokens)
+    fields: dict[str, Any] = {"parallel_tool_calls": False, "store": True}
+    _, calls, _ = added(events_of(chat(server, **fields, stream=True)))
+    message = chat(server, **fields)["choices"][0]["message"]
+    (found,) = message["tool_calls"]
+    assert message["content"] is None
+    assert [one[1:] for one in calls] == [("add", '{"x": 1}')]
+    first = server.engine.turns[1]
+    assert first.output.token_ids[-1] == server.harness.services.tokenizer.id_of(tokens[0])
+    server.close()
+    server = ScriptedServer(path, ["It is done."], HERMES, tokens=tokens)
+    result = {"role": "tool", "tool_call_id": found["id"], "content": "found"}
+    chat(server, [USER, message, result], **fields)
+    spec = server.engine.turns[0].spec
+    assert spec.node.parent_id == first.spec.node.turn_id
+    kept = len(first.spec.prompt_token_ids) + len(first.output.token_ids) - 1
+    assert spec.keep >= kept, "all but the token with more than the call"
+    whole = [*first.spec.prompt_token_ids, *first.output.token_ids][: spec.keep] + spec.prompt_token_ids
+    context = server.harness.services.tokenizer.decode_raw(whole)
+    assert call + "\n</tool_call><|im_end|>" in context and "And" not in context
     server.close()
 
 
@@ -358,4 +432,36 @@ def test_no_schema_and_no_argument_breaks_the_commit_of_a_reply(path: Path, kind
     assert json.loads(answer["output"][0]["arguments"]) == {"p": deep}
     status, items = ask(server.harness, "GET", f"/v1/conversations/{conversation}/items")
     assert status == 200 and [item["type"] for item in items["data"]] == ["function_call", "message"]
+    server.close()
+
+
+def test_an_argument_that_no_call_can_name_is_refused(path: Path) -> None:
+    """On each route by its own path, and only where the tool may be called."""
+    schema = {"type": "object", "properties": {"a b": {"type": "string"}}}
+    tool = {"name": "f", "parameters": schema}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "chat/completions",
+            {"messages": [USER], "tools": [*TOOLS, {"type": "function", "function": tool}]},
+            "tools[3].function.parameters.properties",
+        ),
+        (
+            "responses",
+            {"input": "what?", "tools": [*FLAT, {"type": "function", **tool}]},
+            "tools[3].parameters.properties",
+        ),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "tools": [{"name": "f", "input_schema": schema}]},
+            "tools[0].input_schema.properties",
+        ),
+    ]
+    server = ScriptedServer(path, ["Hello."] * 6, HERMES, tool_call_parser="pythonic")
+    for route, body, param in cases:
+        status, answer = ask(server.harness, "POST", f"/v1/{route}", body)
+        error = answer["error"].get("details", answer["error"])
+        assert (status, error["param"]) == (400, param)
+        assert "'a b'" in answer["error"]["message"] and "pythonic" in answer["error"]["message"]
+        none = {"type": "none"} if route == "messages" else "none"
+        send(server, route, **body, tool_choice=none)
     server.close()

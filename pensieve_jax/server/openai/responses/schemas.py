@@ -18,7 +18,7 @@ from pensieve_jax.core.sampling_params import RESPONSES, refused_fields
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.history.server_tables.reply_items import call_item, reasoning_item
 from pensieve_jax.server.http.bodies import MAX_IGNORED, Body, check_num_items, convert
-from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+from pensieve_jax.server.http.errors import ApiError, invalid_value, renamed_fields, unsupported
 from pensieve_jax.server.turns.checks import check_metadata
 from pensieve_jax.server.turns.items import Item, output_item, stored_item
 from pensieve_jax.server.turns.sampling import (
@@ -131,7 +131,12 @@ class ContextFields(Body, kw_only=True):
             effort=self.effort,
             effort_field="reasoning.effort",
         )
-        return found if chat_format is None else with_calls(found, chat_format, self.choice())
+        if chat_format is None:
+            return found
+        with renamed_fields(
+            {f"tools[{index}].function": f"tools[{index}]" for index in range(len(found.tools))}
+        ):
+            return with_calls(found, chat_format, self.choice())
 
     def choice(self) -> ToolChoice:
         """Return which tools the reply may or must call; raise ApiError."""

@@ -50,6 +50,16 @@ def test_a_schema_that_need_not_be_strict_becomes_any_object(server, post):
     [
         ({"text": {"format": ASKED | {"schema": {"type": "o"}}}}, "invalid_value", "text.format.schema"),
         ({"text": {"format": {"type": "grammar"}}}, "invalid_value", "text.format.type"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            "missing_required_parameter",
+            "text.format.schema",
+        ),
+        (
+            {"text": {"format": {"type": "json_object", "schema": SCHEMA}}},
+            "invalid_value",
+            "text.format.type",
+        ),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
         ({"guided_regex": "a"}, "unsupported_parameter", "guided_regex"),
     ],
