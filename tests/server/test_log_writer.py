@@ -69,7 +69,7 @@ def test_a_full_queue_drops_counts_and_reports_when_it_goes_on(pipe) -> None:
     writer = LogWriter(end, max_queued_bytes=1000)
     line = "x" * 99
     num_in_pipe = 0
-    while not writer.num_dropped:  # nobody reads: the pipe and then the queue fill
+    while not writer.num_dropped:  # the pipe and then the queue fill
         writer.handle(record(line))
         num_in_pipe += not writer.num_dropped
     for _ in range(6):
@@ -97,7 +97,7 @@ def test_a_closed_reader_is_survived() -> None:
     reader, end = os.pipe()
     os.close(reader)
     writer = LogWriter(end)
-    writer.handle(record("nobody reads this"))
+    writer.handle(record("lost"))
     assert writer.flush_for(TIMEOUT_S)
     os.close(end)
 
@@ -113,7 +113,7 @@ def test_a_process_whose_log_nobody_reads_answers_signals_and_ends(how: str) -> 
     process = subprocess.Popen(
         [sys.executable, "-c", UNREAD, how],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,  # read by nobody before it has ended
+        stderr=subprocess.PIPE,  # read after the end
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
     )

@@ -97,7 +97,7 @@ class ApiKeys:
     def revocation(self, headers: Mapping[str, str]) -> Iterator[asyncio.Future[None] | None]:
         """Yield a future that is done once the key of a request no longer belongs to its owner.
 
-        It is None if the server has no keys.
+        Without keys, it yields None.
         """
         if not self.are_required:
             yield None
