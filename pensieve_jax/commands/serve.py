@@ -254,7 +254,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
     flags.DEFINE_list(
-        "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/server.md has the names."
+        "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/limits.md has the names."
     )
     flags.DEFINE_list("key_budgets", [], "What the requests of one key may hold, as --budgets.")
     flags.DEFINE_integer(

@@ -21,6 +21,7 @@ __all__ = [
     "ConversationChangedError",
     "EngineClosedError",
     "EngineDiedError",
+    "HistoryBusyError",
     "HistoryCorruptError",
     "HistoryDeniedError",
     "HistoryError",
@@ -341,6 +342,10 @@ class HistoryMissingError(HistoryError):
 
 class HistoryLockedError(HistoryError):
     """The history file is already open, in this process or in another."""
+
+
+class HistoryBusyError(HistoryError):
+    """Another program has locked the history file for writing; a later call may succeed."""
 
 
 class HistoryCorruptError(HistoryError):

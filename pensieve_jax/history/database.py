@@ -25,10 +25,10 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.history import schema
 from pensieve_jax.history.connection import SQLiteConnection
+from pensieve_jax.history.store import LOCK_WAIT_S
 
 type Synchronous = Literal["normal", "full"]
 
-BUSY_TIMEOUT_S: Final = 5.0  # a backup tool may hold the file for a moment
 _MAGIC: Final = b"SQLite format 3\0"  # the first bytes of every non-empty database
 _APPLICATION_ID_BYTES: Final = slice(68, 72)  # big-endian
 _SIDE_FILE_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
@@ -77,6 +77,11 @@ def check_is_there(path: Path) -> None:
         )
 
 
+def is_locked(error: sqlite3.Error) -> bool:
+    """Return whether another program holds a lock that the statement needs."""
+    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
 def is_damage(error: sqlite3.Error) -> bool:
     """Return whether SQLite reports that the file itself is broken, not just busy, full or unreadable."""
     # The low byte is the primary error code; the higher ones distinguish variants of it.
@@ -96,7 +101,7 @@ def _connect(path: Path | None) -> SQLiteConnection:
         ":memory:" if path is None else path,
         isolation_level=None,
         check_same_thread=False,
-        timeout=BUSY_TIMEOUT_S,
+        timeout=LOCK_WAIT_S,
         factory=SQLiteConnection,
     )
 
@@ -266,7 +271,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _cannot_open(path: Path | None, error: OSError | sqlite3.Error) -> HistoryError:
-    if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if isinstance(error, sqlite3.Error) and is_locked(error):
         return HistoryLockedError(
             f"history is {str(path)!r}, which another program has locked; close that program or choose "
             "another path."

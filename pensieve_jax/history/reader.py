@@ -109,6 +109,11 @@ class HistoryReader:
         self.claims = opening.claims_of(history)
         self._run = self._connections.run
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a read has found the history itself damaged."""
+        return self._connections.is_damaged
+
     # Responses
 
     def response(self, owner: str, response_id: str) -> ResponseRecord:
@@ -144,8 +149,8 @@ class HistoryReader:
     ) -> KnownRequest | None:
         """Return the request that was sent with an unexpired key.
 
-        With `conversation_id`, a request that appended items to that conversation; otherwise a request for a
-        response.
+        With `conversation_id`, a request that appended items to that conversation, or with `NEW_CONVERSATION`
+        one that created a conversation; otherwise a request for a response.
         """
         row = self._run(
             lambda connection: idempotency_table.find(connection, owner, key, now_s, conversation_id)

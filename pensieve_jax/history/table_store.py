@@ -32,7 +32,14 @@ from pensieve_jax.history.server_tables.changes import (
     TakeBackStart,
     UpdateConversation,
 )
-from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnKey, TurnRecord
+from pensieve_jax.history.store import (
+    LOCK_WAIT_S,
+    ConversationInfo,
+    ConversationRecord,
+    Cut,
+    TurnKey,
+    TurnRecord,
+)
 
 _LIMITED = (QueueResponse, CreateConversation, UpdateConversation, AppendItems)
 _NOTES = "note:"  # prefix of the names of notes among the keys of `meta`
@@ -62,6 +69,8 @@ class TableHistoryStore(ABC):
     """A `HistoryStore` without its transactions. See the protocol for the contract of each method."""
 
     is_shared: ClassVar[bool] = False
+    lock_wait_s: float = LOCK_WAIT_S
+    is_damaged: bool = False
 
     def conversations(self) -> list[ConversationInfo]:
         """Return all named conversations, the most recently active first, equal times by id."""

@@ -26,6 +26,7 @@ from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
+from pensieve_jax.server.history_guard import HistoryGuard
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
@@ -103,8 +104,10 @@ def make_services(
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.slot_bytes = info.slot_bytes
     index = TurnIndex(HistoryTurns(history, ReplyReader(tokenizer)), max_bytes=settings.max_index_bytes)
+    guard = HistoryGuard(engine, history)
     return Services(
-        engine=engine,
+        engine=guard,
+        is_history_damaged=lambda: guard.is_damaged,
         settings=settings,
         keys=keys,
         limits=TurnAdmission(engine, settings, time.monotonic),

@@ -11,6 +11,8 @@ fixed lists, never client input. Counters of a restarted engine begin at zero, w
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.stats import COMMIT_S_BOUNDS, STEP_TOKENS_BOUNDS
+from pensieve_jax.server.logs import num_dropped_lines
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (
@@ -46,6 +49,14 @@ _FIRST_TOKEN_S = (
     80,
 )
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5)
+_OWNERS_COUNTS: Final = (
+    "prompt_tokens",
+    "reused_gpu_tokens",
+    "swapped_in_tokens",
+    "recomputed_tokens",
+    "prefilled_tokens",
+    "output_tokens",
+)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -54,12 +65,14 @@ class Metrics:
 
     Attributes:
       engine: the metrics that the engine counts itself.
+      by_owner: turns that ended successfully, and their tokens by origin, of each owner of a key.
     """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._children: dict[tuple[Any, str], Any] = {}
+        self.by_owner: defaultdict[str, Counts[str]] = defaultdict(Counts)
         self.engine = EngineReport(model_name)
         self.registry.register(self.engine)
         self._success = self._counter(
@@ -173,12 +186,18 @@ class Metrics:
         if num_tokens:
             self._between_s.observe(seconds / num_tokens)
 
-    def finished(self, output: Output, seconds: float, *, counts_context: bool = True) -> None:
-        """Record a turn that ended successfully, `seconds` after its request.
+    def finished(
+        self, output: Output, seconds: float, *, owner: str = "", counts_context: bool = True
+    ) -> None:
+        """Record a turn of `owner` that ended successfully, `seconds` after its request.
 
         The context counts if `counts_context`; of several replies to a prompt, it counts for one.
         """
         usage = output.usage
+        counts = self.by_owner[owner]
+        counts["num_turns_finished"] += 1
+        for name in _OWNERS_COUNTS:
+            counts[name] += getattr(usage, name)
         computed = usage.recomputed_tokens + usage.prefilled_tokens
         found = usage.reused_gpu_tokens + usage.swapped_in_tokens
         self._request_s.observe(seconds)
@@ -203,6 +222,11 @@ class Metrics:
         }
         for source, num_tokens in tiers.items():
             self._child(self._history, source).inc(num_tokens)
+
+    def counts_of(self, owner: str) -> dict[str, int]:
+        """Return the counts of an owner's turns since the start."""
+        counts = self.by_owner.get(owner, Counts())
+        return {name: counts[name] for name in ("num_turns_finished", *_OWNERS_COUNTS)}
 
     def matched(self, kind: str) -> None:
         """Record how a context's earlier turn was found: by "id", "message", "chunk", or "none"."""
@@ -350,6 +374,7 @@ class EngineReport(Collector):
         )
         usage = self._used("num_free_cpu_pages", "num_cpu_pages")
         yield self._gauge("pensieve:cpu_cache_usage_perc", "Share of CPU slots in use; 1 is all.", usage)
+        yield self._log_lines()
         yield self._chunks()
         yield self._tier_bytes()
         yield from self._by_replica()
@@ -384,6 +409,13 @@ class EngineReport(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _log_lines(self) -> Metric:
+        text = "Lines of the log that were dropped because its reader had stopped, by process."
+        family = CounterMetricFamily("pensieve:log_lines_dropped", text, labels=["model_name", "process"])
+        family.add_metric([self._model_name, "front"], float(num_dropped_lines()))
+        family.add_metric([self._model_name, "engine"], self._value("num_log_lines_dropped"))
         return family
 
     def _chunks(self) -> Metric:

@@ -117,7 +117,7 @@ def test_another_process_holds_the_lock_until_it_is_killed(path):
 def test_a_file_that_another_program_is_writing_is_locked(filled, monkeypatch):
     from pensieve_jax.history import database
 
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.05)
     with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN IMMEDIATE")

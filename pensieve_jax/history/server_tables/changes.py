@@ -201,13 +201,18 @@ class DeleteResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateConversation:
-    """A new conversation with its first items, a JSON list, ids included."""
+    """A new conversation with its first items, a JSON list, ids included.
+
+    Attributes:
+      idempotency: key of the request; it is valid among the owner's requests for new conversations.
+    """
 
     owner: str
     conversation_id: str
     metadata: str
     created_at_s: float
     items: str = "[]"
+    idempotency: Idempotency | None = None
     quota: StorageQuota | None = None
 
 

@@ -126,9 +126,13 @@ def complete(
 def queue(connection: Connection, change: QueueResponse) -> None:
     """Store a background response that has not run.
 
-    Raises InvalidRequestError for an id or a key that is taken, and UnknownTurnError for a missing parent.
+    Raises InvalidRequestError for an id or a key that is taken, UnknownTurnError for a missing parent, and
+    ConversationChangedError if its conversation has changed since the request read it: the turn could only
+    fail later.
     """
     draft, _ = check_draft(change.draft, None, "draft")
+    if draft.conversation is not None:
+        server_conversations.check_version(connection, draft.owner, draft.conversation)
     if change.parent_id is not None and not turns_table.exists(connection, draft.owner, change.parent_id):
         raise UnknownTurnError(change.parent_id)
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)

@@ -115,7 +115,10 @@ def find_item(connection: Connection, owner: str, conversation_id: str, item_id:
 
 
 def create(connection: Connection, change: CreateConversation) -> None:
-    """Create a conversation with its first items; raise InvalidRequestError for an id that is taken."""
+    """Create a conversation with its first items.
+
+    Raises InvalidRequestError for an id or an idempotency key that is taken.
+    """
     key = (change.owner, change.conversation_id)
     limit = "an id that no conversation has"
     connection.execute_changing(
@@ -124,6 +127,16 @@ def create(connection: Connection, change: CreateConversation) -> None:
         lambda: InvalidRequestError("conversation_id", change.conversation_id, limit),
     )
     _insert_items(connection, key, parse_items(change.items, "items"))
+    if change.idempotency is not None:
+        idempotency_table.check(change.idempotency, "idempotency")
+        idempotency_table.keep(
+            connection,
+            change.owner,
+            change.idempotency,
+            change.conversation_id,
+            change.created_at_s,
+            idempotency_table.NEW_CONVERSATION,
+        )
 
 
 def update(connection: Connection, change: UpdateConversation) -> None:
@@ -149,6 +162,7 @@ def delete(connection: Connection, change: DeleteConversation, in_use: Collectio
         connection.execute(items, key)
         connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
         idempotency_table.forget_conversation(connection, *key)
+        idempotency_table.forget(connection, *key)
     else:
         connection.execute(f"{items} AND position <= ?", (*key, last))
         connection.execute(_CLEAR_HEAD, key)
@@ -227,6 +241,12 @@ def append_turn(
     _advance(connection, key, append.expected_version)
     connection.execute(_MOVE_HEAD, (row.turn_id, row.created_at_s, row.owner, row.turn_id, *key))
     _insert_items(connection, key, items)
+
+
+def check_version(connection: Connection, owner: str, append: ConversationAppend) -> None:
+    """Raise ConversationChangedError or UnknownRecordError if a turn that appends could not be committed."""
+    if find(connection, owner, append.conversation_id).version != append.expected_version:
+        raise ConversationChangedError(append.conversation_id)
 
 
 def _advance(connection: Connection, key: tuple[str, str], expected_version: int) -> None:

@@ -49,6 +49,7 @@ class Services:
       started_at: when the server started.
       texts: processes for long texts and bodies; None reads them here.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
+      is_history_damaged: whether damage of the history was found since the start.
       storage: checks before a turn whether its key may store more.
     """
 
@@ -69,6 +70,7 @@ class Services:
     tracing: Tracing | None = None
     texts: TextProcesses | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
+    is_history_damaged: Callable[[], bool] = lambda: False
     storage: StorageCheck = field(init=False)
 
     def __post_init__(self) -> None:

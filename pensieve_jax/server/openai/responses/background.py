@@ -40,6 +40,7 @@ import msgspec
 
 from pensieve_jax.core.errors import (
     EngineDiedError,
+    HistoryBusyError,
     HistoryError,
     HistoryUnavailableError,
     PensieveError,
@@ -113,6 +114,8 @@ class BackgroundResponses:
         self._num_reconciled = 0
         self._is_leaving = False
         self._ends = CompletionWatcher[tuple[str, str]]()
+        self._has_new_keys = False
+        services.keys.on_change(self._look_at_keys)
 
     @property
     def num_running(self) -> int:
@@ -205,7 +208,10 @@ class BackgroundResponses:
         records = await self._driver.read(self._unfinished)
         for record in records:
             try:
-                self.run_queued(record)
+                if self._services.keys.has_owner(record.owner):
+                    self.run_queued(record)
+                else:
+                    await self.cancel(record.owner, record.response_id)
             except Exception as error:  # unexpected, but the other responses must still run
                 _log.error("a background response could not be run", exc_info=error)
         if num_lost > self._num_reconciled or self._services.history.claims.are_shared:
@@ -214,7 +220,7 @@ class BackgroundResponses:
         queued = {plan.draft.response_id for plan in self._being_queued if plan.draft is not None}
         self._services.history.claims.keep_only({response_id for _, response_id in self._runs} | queued)
 
-    async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
+    async def cancel(self, owner: str, response_id: str) -> dict[str, Any]:
         """Cancel a response unless it has ended; return its response object.
 
         Raises the engine's errors. If the engine's confirmation was lost, the response continues until
@@ -222,7 +228,7 @@ class BackgroundResponses:
         """
         change = EndResponse(
             owner=owner,
-            response_id=record.response_id,
+            response_id=response_id,
             status="cancelled",
             completed_at_s=self._services.now_s(),
         )
@@ -231,7 +237,7 @@ class BackgroundResponses:
         except UNANSWERED:
             self._num_lost += 1
             raise
-        return await self._stopped(owner, record.response_id)
+        return await self._stopped(owner, response_id)
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
@@ -252,6 +258,17 @@ class BackgroundResponses:
             await self._driver.take_back_starts()
 
     # Private methods
+
+    def _look_at_keys(self) -> None:
+        self._has_new_keys = True
+
+    async def _cancel_revoked(self) -> None:
+        """Cancel the responses of owners without a key; raise the engine's errors."""
+        for owner, response_id in list(self._runs):
+            if not self._services.keys.has_owner(owner):
+                with suppress(UnknownRecordError):  # deleted meanwhile
+                    await self.cancel(owner, response_id)
+        self._has_new_keys = False
 
     async def _wait_for_sent_changes(self) -> None:
         """Wait until each change sent so far was applied or never will be; raise the engine's errors.
@@ -398,9 +415,12 @@ class BackgroundResponses:
             # Another server that shares the history may die at any time and leave responses behind.
             is_time = services.history.claims.are_shared and now_s - looked_s >= POLL_S
             is_new = epoch != services.engine.epoch
-            if services.engine.state == "ready" and (is_new or self.has_lost_confirmations or is_time):
+            is_due = is_new or self.has_lost_confirmations or is_time or self._has_new_keys
+            if services.engine.state == "ready" and is_due:
                 asked, looked_s = services.engine.epoch, now_s
                 try:
+                    if self._has_new_keys:
+                        await self._cancel_revoked()
                     await self.reconcile()
                     epoch, is_logged = asked, False
                 except UNANSWERED:  # still unresolved, or the engine restarts soon
@@ -467,7 +487,7 @@ class BackgroundRunner:
                     del self._started[key]
                 if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
-                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError)):
+                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError, HistoryBusyError)):
                     await self.fail(run, draft, as_api_error(error, ENGINE_FIELDS))
                     return
             if services.engine.state == "draining":

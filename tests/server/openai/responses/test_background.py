@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 
 import openai
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, HistoryError, HistoryMismatchError, StepFailedError
+from pensieve_jax.core.errors import (
+    EngineDiedError,
+    HistoryBusyError,
+    HistoryError,
+    HistoryMismatchError,
+    StepFailedError,
+)
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import responses_table
-from pensieve_jax.history.server_tables.changes import DeleteResponse, Expire, QueueResponse, StartResponse
+from pensieve_jax.history.server_tables.changes import (
+    AppendItems,
+    DeleteResponse,
+    Expire,
+    QueueResponse,
+    StartResponse,
+)
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses import background
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
@@ -420,3 +434,45 @@ def test_an_expired_turn_is_not_continued_by_its_messages(tmp_path):
         again = client.responses.create(input=[*said, {"role": "user", "content": "ho"}], background=True)
         assert ended(client, again.id).output_text == "hello"
         assert server.engine.turns[-1].spec.node.parent_id is None
+
+
+def test_a_change_on_its_way_is_a_conflict_of_the_request_and_fails_no_queued_response(server, client):
+    """The engine applies an append that was sent before the response locked the conversation."""
+    made = client.conversations.create().id
+    engine, apply = server.engine, server.engine.apply
+    sent, released, applied = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def in_order(change) -> None:
+        if isinstance(change, AppendItems):
+            sent.set()
+            await released.wait()
+            await apply(change)
+            applied.set()
+            return
+        if isinstance(change, QueueResponse):
+            released.set()
+            await applied.wait()
+        await apply(change)
+
+    server.on_loop(lambda: setattr(engine, "apply", in_order))
+    asked = [{"role": "user", "content": "first"}]
+    append = threading.Thread(target=lambda: client.conversations.items.create(made, items=asked))
+    append.start()
+    server.wait_for(sent.wait())
+    with pytest.raises(openai.ConflictError) as raised:
+        client.responses.create(input="hi", conversation=made, background=True)
+    append.join()
+    assert raised.value.code == "conversation_locked"
+    assert not engine.turns and server.on_loop(lambda: server.responses.background.num_running) == 0
+    queued = client.responses.create(input="hi", conversation=made, background=True)
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, queued.id).status == "completed"
+
+
+def test_a_lock_of_another_program_fails_no_background_response(server, client, monkeypatch):
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
+    queued = client.responses.create(input="hi", background=True)
+    turn = turn_of(server)
+    server.on_loop(lambda: turn.fail(HistoryBusyError("locked")))
+    feed(server, turn_of(server, 1), "hello", end=True)
+    assert ended(client, queued.id).output_text == "hello"
