@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import (
     ChatTemplateError,
+    ClockAheadError,
     ConfigError,
     ContextLengthError,
     ConversationBusyError,
@@ -32,6 +33,7 @@ from pensieve_jax.core.errors import (
     LogitsError,
     PensieveError,
     StepFailedError,
+    StorageQuotaError,
     TokenizerMissingError,
     UnknownConversationError,
     UnknownRecordError,
@@ -94,6 +96,7 @@ __all__ = [
     "CacheConfig",
     "ChatTemplateError",
     "CheckpointError",
+    "ClockAheadError",
     "ConfigError",
     "ContextLengthError",
     "ConversationBusyError",
@@ -129,6 +132,7 @@ __all__ = [
     "ShardingError",
     "SharedPrefix",
     "StepFailedError",
+    "StorageQuotaError",
     "Stream",
     "StructuredOutput",
     "TokenLogprob",

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pensieve_jax.core.errors import HistoryBusyError, HistoryError, PensieveError
+from pensieve_jax.core.errors import ClockAheadError, HistoryBusyError, HistoryError, PensieveError
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Deltas, Turn, cancelled_output
@@ -335,8 +335,11 @@ class EngineServer:
         self._report.endings.append(Ending(number, output, error))
 
     def _sent(self, error: PensieveError) -> SentError:
-        """Return an error to send; those of the history are also logged, because clients get no details."""
-        if isinstance(error, HistoryError):
+        """Return an error to send; those of the history are also logged, because clients get no details.
+
+        The front end itself logs that a clock is ahead.
+        """
+        if isinstance(error, HistoryError) and not isinstance(error, ClockAheadError):
             self._failure_log.note(error)
         return sent_error(error)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve_jax.core.errors import HistoryBusyError, UnknownRecordError
-from pensieve_jax.history.server_tables.changes import CreateConversation, UpdateConversation
+from pensieve_jax.core.errors import ClockAheadError, HistoryBusyError, UnknownRecordError
+from pensieve_jax.history.server_tables.changes import CreateConversation, Expire, UpdateConversation
 from pensieve_jax.history.store import LOCK_WAIT_S
 from pensieve_jax.server.engine_process import engine_server
 from tests.server.engine_process.fakes import FakeEngines, expected, fake_engine, run, spec, until
@@ -96,3 +96,16 @@ def test_idle_conversations_that_cannot_be_ended_do_not_end_the_engine(
             assert (await engine.submit(spec([7])).result()).token_ids == expected(engines.harness, spec([7]))
 
     run(work())
+
+
+def test_a_clock_that_is_ahead_is_no_failure_of_the_history(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with fake_engine(FakeEngines(tmp_path / "history")) as engine:
+            await engine.apply(creation("conv_a"))
+            with pytest.raises(ClockAheadError):
+                await engine.apply(Expire(now_s=1e6))
+
+    run(work())
+    assert "the newest time in the history" not in caplog.text

@@ -20,13 +20,16 @@ KEYS = {"ada": "a" * 20, "bob": "b" * 20}
 
 @pytest.fixture
 def served(tmp_path):
-    """Return a function that makes a server with these limits and two keys."""
+    """Return a function that makes a server with these limits and two keys, bob's an operator's."""
     servers = []
 
     def make(has_keys: bool = True, **limits: int) -> StoredServer:
         keys = tmp_path / "keys"
         keys.write_text(
-            "".join(f"{name}:{hashlib.sha256(key.encode()).hexdigest()}\n" for name, key in KEYS.items())
+            "".join(
+                f"{name}:{hashlib.sha256(key.encode()).hexdigest()}{':operator' if name == 'bob' else ''}\n"
+                for name, key in KEYS.items()
+            )
         )
         settings = ServerSettings(api_keys_file=str(keys) if has_keys else None, **limits)
         servers.append(
@@ -119,7 +122,7 @@ def test_metrics_show_what_all_keys_store(served):
         ask(server, "POST", *STORED["a response"], key=key)
 
     async def work():
-        async with server.harness.client(headers={"authorization": f"Bearer {KEYS['ada']}"}) as client:
+        async with server.harness.client(headers={"authorization": f"Bearer {KEYS['bob']}"}) as client:
             return (await client.get("/metrics")).text
 
     text = asyncio.run(work())
