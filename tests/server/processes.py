@@ -1,4 +1,4 @@
-"""The processes of a server that runs as a command."""
+"""The processes of a running server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from pensieve_jax.server.http.text_processes import WORKER
 
 
-def engine_pid(front: int) -> int:
-    """Return the id of a front end's engine process; its other children read long texts."""
+def engine_of(front: int) -> int:
+    """Return the pid of the engine, the only child of the front end that reads no long texts."""
     children = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    texts = WORKER.encode()
-    (engine,) = [int(pid) for pid in children if texts not in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return engine
+    (engine,) = (pid for pid in children if WORKER not in Path(f"/proc/{pid}/cmdline").read_text())
+    return int(engine)

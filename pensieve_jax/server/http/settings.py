@@ -120,6 +120,9 @@ class ServerSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
         self.resource_budgets()
+        if self.key_budgets and self.api_keys_file is None:
+            hint = "give --api_keys_file, or --budgets for all clients"
+            raise ConfigError("key_budgets", ", ".join(self.key_budgets), "empty without keys", hint)
         for name in ("max_stored_bytes_per_key", "max_conversations_per_key", "max_responses_per_key"):
             number = getattr(self, name)
             if number is not None and number < 0:

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx2
 
-from tests.server import processes
 from tests.server.faults.worker import PLAN, PlannedKill
+from tests.server.processes import engine_of
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0
@@ -55,7 +55,7 @@ class FaultyServer:
     @property
     def engine_pid(self) -> int:
         assert self.process is not None
-        return processes.engine_pid(self.process.pid)
+        return engine_of(self.process.pid)
 
     def start(self) -> None:
         """Start it and wait until it is ready; retry if it dies on the way, as an init system would."""
