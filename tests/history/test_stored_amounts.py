@@ -51,7 +51,7 @@ TEXTS = ("", "hi", "\u4e2d\u6587 \U0001f600", "a\0b\x1bc", "x" * 3000)
 
 
 class Lives:
-    """Random changes of a history by several owners, some of which the history refuses."""
+    """Random changes of a history by several owners. It refuses some of them."""
 
     def __init__(self, location, seed: int) -> None:
         self.rng = random.Random(seed)
