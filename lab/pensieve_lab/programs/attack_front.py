@@ -8,8 +8,8 @@ the other, in a process of its own: the models, tokens of a word, and a turn of 
 for `--attack_s` each (see `pensieve_lab.hostile.front_requests`). With `--address` a running server is
 attacked; it must have the keys that `--write_keys=FILE` writes. So an older version can be compared.
 
-For each attack the report has the slowest of the small requests before and during it, and the statuses that the
-attackers got. It has the resident memory of the front end, too: its peak, and the value `--rest_s` later.
+For each attack the report has the slowest of the small requests before and during it, and the statuses that
+the attackers got. It has the resident memory of the front end, too: its peak, and the value `--rest_s` later.
 The last line is one JSON document (see `--json`). The exit status is 1 if the server died.
 """
 
