@@ -179,8 +179,11 @@ def python_call(text: str) -> tuple[str, str] | None:
         tree = ast.parse(f"f{arguments}", mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             return None
-        names = list(numbers)
-        values = {names[int(one.arg[1:])]: _literal(one.value) for one in tree.keywords if one.arg}
+        names, values = list(numbers), {}
+        for one in tree.keywords:
+            if one.arg is None:  # `**` and a value
+                return None
+            values[names[int(one.arg[1:])]] = _literal(one.value)
         return begun[1], json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
@@ -207,6 +210,8 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(one) for one in node.elts]
     if isinstance(node, ast.Dict):
+        if None in node.keys:  # `**` and a value
+            raise ValueError
         return {
             _literal(key): _literal(value)
             for key, value in zip(node.keys, node.values, strict=True)
