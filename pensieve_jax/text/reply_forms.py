@@ -82,7 +82,9 @@ def form_with_calls(
     strict: Collection[str] = (),
     has_one_call: bool = False,
 ) -> StructuredOutput | None:
-    """Return the form of a reply that may call these tools.
+    """Return the form of a reply that may call these tools; None if any reply may be given.
+
+    Any may without `form` if the tools are all of the turn's, and none of them is strict.
 
     Args:
       form: the form of a reply without calls; None if that is any text, which may also precede calls.
@@ -97,8 +99,11 @@ def form_with_calls(
     row = TOOL_FORMATS[template.reply.calls]
     if (row.name == _CHANNELS and template.prefill is not None) or (form is not None and form.frame):
         return form
-    free = [name for name in tool_names(tools) if name not in strict]
+    names = tool_names(tools)
+    free = [name for name in names if name not in strict]
     has_form = form is not None
+    if not has_form and len(free) == len(names) == len(template.tools):
+        return None
     grammar = call_grammar(
         row,
         tools,
