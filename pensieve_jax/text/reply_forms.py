@@ -69,7 +69,7 @@ def form_of_calls(
 ) -> StructuredOutput:
     """Return the form of a reply that is one or more calls of these tools, with the schemas' arguments."""
     row = TOOL_FORMATS[template.reply.calls]
-    grammar = call_grammar(row, tools, tokenizer, has_one_call=has_one_call)
+    grammar = call_grammar(row, tools, tokenizer, has_one_call=has_one_call, shown=template.tools)
     return StructuredOutput("grammar", grammar, frame=WHOLE)
 
 
@@ -112,6 +112,7 @@ def form_with_calls(
         has_text=not has_form,
         has_form=has_form,
         free=free,
+        shown=template.tools,
     )
     if form is None:
         return StructuredOutput("grammar", grammar, frame=WHOLE)

@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from pensieve_jax.text.argument_schemas import root_of_arguments
 from pensieve_jax.text.call_arguments import without_surrogates
 from pensieve_jax.text.call_values import PYTHON_NAME, PythonCallEnd, argument_of, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
@@ -447,7 +448,8 @@ class ReplyParser:
 
     def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
         parameters: Any = (self._schemas or {}).get(self._name)
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        own = root_of_arguments(parameters)
+        properties = own.get("properties") if isinstance(own, Mapping) else None
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         value = json.dumps(text, ensure_ascii=False) if is_cut else argument_of(text, schema, parameters)
         start = ", " if self._num_parameters else "{"
