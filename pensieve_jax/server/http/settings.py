@@ -104,6 +104,9 @@ class ServerSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
         self.resource_budgets()
+        if self.key_budgets and self.api_keys_file is None:
+            hint = "give --api_keys_file, or --budgets for all clients"
+            raise ConfigError("key_budgets", ", ".join(self.key_budgets), "empty without keys", hint)
         timeouts = ("body_timeout_s", "queue_timeout_s", "heartbeat_s", "stall_timeout_s")
         for name in timeouts:
             if not getattr(self, name) > 0:

@@ -249,7 +249,7 @@ def test_bodies_have_a_total_budget_and_one_per_key(tmp_path, has_keys):
             max_body_bytes=1000,
             api_keys_file=str(keys) if has_keys else None,
             budgets={"body_bytes": 1000},
-            key_budgets={"body_bytes": 250},
+            key_budgets={"body_bytes": 250} if has_keys else {},
         )
         harness = Harness([Route("POST", "/hold", hold), *ROUTES], settings=settings)
 
