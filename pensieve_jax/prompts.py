@@ -302,12 +302,10 @@ class PromptEncoder:
     def _with_calls(
         self, params: SamplingParams, template_input: TemplateInput, options: ChatOptions
     ) -> SamplingParams:
-        """Return the parameters of a turn whose reply may be calls instead of a text of its form."""
-        # The engine names parameters of another type.
-        if not isinstance(params, SamplingParams) or params.structured is None:
-            return params
+        """Return the parameters of a turn whose reply may be calls, or a text of its form."""
         tokenizer = self._tokenizer
-        if not template_input.reply.calls or tokenizer is None:
+        # The engine names parameters of another type.
+        if not isinstance(params, SamplingParams) or not template_input.reply.calls or tokenizer is None:
             return params
         functions = (tool.get("function", {}) for tool in options.tools or ())
         strict = [function["name"] for function in functions if function.get("strict")]

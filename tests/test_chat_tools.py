@@ -164,7 +164,12 @@ def test_a_reply_with_tools_and_a_form_is_calls_or_has_the_form(
         assert not takes(tokenizer, form, text)
     plain = llm._prompts.chat_turn([user("hi")], params)
     assert plain.params.structured == answer
-    assert llm._prompts.chat_turn([user("hi")], options=ChatOptions(tools)).params.structured is None
+    form = llm._prompts.chat_turn([user("hi")], prefix=prefix, options=ChatOptions(tools)).params.structured
+    assert (form is not None) is is_strict
+    if form is not None:
+        for text in ("perhaps", written("add", '{"a": 1}')):
+            assert takes(tokenizer, form, text)
+        assert not takes(tokenizer, form, written("add", '{"b": 1}'))
 
 
 @pytest.mark.parametrize(

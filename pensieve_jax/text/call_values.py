@@ -10,28 +10,57 @@ import ast
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, Final
-from urllib.parse import unquote
 
+from pensieve_jax.text.argument_schemas import TYPE_NAMES, Choices, argument_form, key_of, types_of
 from pensieve_jax.text.call_arguments import check_depth
 from pensieve_jax.text.partial_json import SPACE
+
+_CLOSING_TAG: Final = "</parameter>"
 
 
 def argument_of(text: str, schema: Any, root: Any = None) -> str:
     """Return an argument as JSON: the text, unless its schema has other types and the text is one of them.
+
+    A text is also taken from its JSON string where the schema narrows it by more than values and lengths.
 
     Args:
       text: the argument as the model wrote it.
       schema: its schema, which no one has checked.
       root: the schema of all parameters, where references begin.
     """
-    return json.dumps(_value_of(text, _types_of(schema, root)), ensure_ascii=False)
+    form, types = argument_form(schema, root), types_of(schema, root)
+    found = chosen(text, form) if isinstance(form, Choices) else ()
+    is_text = form is not None and (not types or types == {"string"})
+    (value,) = found or (text if is_text else _value_of(text, types),)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def chosen(text: str, choices: Choices) -> tuple[Any, ...]:
+    """Return the value that a text stands for, or (); strings stand for themselves, or are JSON."""
+    try:
+        value = _parsed(text)
+    except ValueError:
+        value = text
+    is_string = isinstance(value, str)
+    for one in (text, value) if is_string else (value, text):
+        if key_of(one) in choices.values:
+            return (one,)
+    return ()
+
+
+def written_choice(value: Any, choices: Choices) -> str | None:
+    """Return the text between tags that is read as one of some values; None if no text is."""
+    texts = [value] if isinstance(value, str) else []
+    for text in (*texts, json.dumps(value, ensure_ascii=False)):
+        found = chosen(text, choices)
+        if _CLOSING_TAG not in text and found and key_of(found[0]) == key_of(value):
+            return text
+    return None
 
 
 def _value_of(text: str, types: Collection[str]) -> Any:
-    if not types or types == {"string"}:
-        return text
     try:
         value = _parsed(text)
     except ValueError:
@@ -40,7 +69,7 @@ def _value_of(text: str, types: Collection[str]) -> Any:
             return lowered == "true"
         return None if "null" in types and lowered in ("null", "none") else text
     # A text that only looks like a number stays one where strings are allowed and numbers are not.
-    if "string" in types and _TYPE_NAMES[type(value)].isdisjoint(types):
+    if "string" in types and TYPE_NAMES[type(value)].isdisjoint(types):
         return text
     return value
 
@@ -56,58 +85,6 @@ def _finite(number: str) -> float:
     if not math.isfinite(value):
         raise ValueError
     return value
-
-
-_TYPE_NAMES: Final[Mapping[type, frozenset[str]]] = {
-    str: frozenset({"string"}),
-    bool: frozenset({"boolean"}),
-    int: frozenset({"integer", "number"}),
-    float: frozenset({"number"}),
-    type(None): frozenset({"null"}),
-    list: frozenset({"array"}),
-    dict: frozenset({"object"}),
-}
-
-
-def _types_of(schema: Any, root: Any) -> set[str]:
-    """Return the types that a schema allows, as far as it and what it refers to say."""
-    found: set[str] = set()
-    seen: set[int] = set()
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if not isinstance(one, Mapping) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        kind, values = one.get("type"), one.get("enum")
-        kinds = kind if isinstance(kind, list) else [kind]
-        own = {name for name in kinds if isinstance(name, str)}
-        if not own:
-            values = values if isinstance(values, list) else [one["const"]] if "const" in one else []
-            own.update(*(_TYPE_NAMES.get(type(value), ()) for value in values))
-        found |= own
-        for word in ("anyOf", "oneOf", "allOf"):
-            parts = one.get(word)
-            waiting += parts if isinstance(parts, list) else ()
-        waiting.append(_referred(one.get("$ref"), root))
-    return found
-
-
-def _referred(reference: Any, root: Any) -> Any:
-    """Return what a reference within a schema points to; None if there is nothing."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    found = root
-    for word in unquote(reference[1:]).split("/")[1:]:
-        key = word.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and key.isascii() and len(key) < _MAX_INDEX_DIGITS:
-            found = found[int(key)] if int(key) < len(found) else None
-        else:
-            found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
-_MAX_INDEX_DIGITS: Final = 9
 
 
 class PythonCallEnd:
@@ -179,8 +156,11 @@ def python_call(text: str) -> tuple[str, str] | None:
         tree = ast.parse(f"f{arguments}", mode="eval").body
         if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
             return None
-        names = list(numbers)
-        values = {names[int(one.arg[1:])]: _literal(one.value) for one in tree.keywords if one.arg}
+        names, values = list(numbers), {}
+        for one in tree.keywords:
+            if one.arg is None:  # `**` and a value
+                return None
+            values[names[int(one.arg[1:])]] = _literal(one.value)
         return begun[1], json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
@@ -207,6 +187,8 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(one) for one in node.elts]
     if isinstance(node, ast.Dict):
+        if None in node.keys:  # `**` and a value
+            raise ValueError
         return {
             _literal(key): _literal(value)
             for key, value in zip(node.keys, node.values, strict=True)

@@ -23,7 +23,10 @@ class ContentText(NamedTuple):
 
 
 class CallBegun(NamedTuple):
-    """A call begins; `header` is what stands before its arguments, "" if the format has no header."""
+    """A call begins; `header` is what stands before its arguments, "" if the format has no header.
+
+    A header that repeats an earlier one of the reply ends with another number.
+    """
 
     call: int
     name: str

@@ -69,7 +69,7 @@ def form_of_calls(
 ) -> StructuredOutput:
     """Return the form of a reply that is one or more calls of these tools, with the schemas' arguments."""
     row = TOOL_FORMATS[template.reply.calls]
-    grammar = call_grammar(row, tools, tokenizer, has_one_call=has_one_call)
+    grammar = call_grammar(row, tools, tokenizer, has_one_call=has_one_call, shown=template.tools)
     return StructuredOutput("grammar", grammar, frame=WHOLE)
 
 
@@ -82,7 +82,9 @@ def form_with_calls(
     strict: Collection[str] = (),
     has_one_call: bool = False,
 ) -> StructuredOutput | None:
-    """Return the form of a reply that may call these tools.
+    """Return the form of a reply that may call these tools; None if any reply may be given.
+
+    Any may without `form` if the tools are all of the turn's, and none of them is strict.
 
     Args:
       form: the form of a reply without calls; None if that is any text, which may also precede calls.
@@ -97,8 +99,11 @@ def form_with_calls(
     row = TOOL_FORMATS[template.reply.calls]
     if (row.name == _CHANNELS and template.prefill is not None) or (form is not None and form.frame):
         return form
-    free = [name for name in tool_names(tools) if name not in strict]
+    names = tool_names(tools)
+    free = [name for name in names if name not in strict]
     has_form = form is not None
+    if not has_form and len(free) == len(names) == len(template.tools):
+        return None
     grammar = call_grammar(
         row,
         tools,
@@ -107,6 +112,7 @@ def form_with_calls(
         has_text=not has_form,
         has_form=has_form,
         free=free,
+        shown=template.tools,
     )
     if form is None:
         return StructuredOutput("grammar", grammar, frame=WHOLE)

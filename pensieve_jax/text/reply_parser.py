@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
+from pensieve_jax.text.argument_schemas import root_of_arguments
 from pensieve_jax.text.call_arguments import without_surrogates
 from pensieve_jax.text.call_values import PYTHON_NAME, PythonCallEnd, argument_of, python_call
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
@@ -36,6 +37,7 @@ from pensieve_jax.text.tool_formats import ReasoningFormat, ToolFormat
 
 _ENDS_OF_MESSAGE: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _END_OF_MESSAGE: Final = re.compile("|".join(map(re.escape, _ENDS_OF_MESSAGE)))
+_NUMBER_OF_HEADER: Final = re.compile(r":\d+\Z")
 _MAX_HEADER: Final = 512
 """Characters within which the header of a call must end; a longer text is none."""
 
@@ -72,6 +74,8 @@ class ReplyParser:
         self.is_over = False
         self._tools, self._reasoning = tools, reasoning
         self._schemas, self._max_calls = schemas, max_calls
+        self._headers: set[str] = set()
+        self._next_number = 0  # of a header that repeats another
         self._buffer = ""  # text that was not read yet
         self._events: list[ReplyEvent] = []
         self._is_after_mark = is_open  # white space here belongs to no part
@@ -280,7 +284,20 @@ class ReplyParser:
     def _call(self, name: str, header: str = "") -> None:
         self._name, self._raw = without_surrogates(name), ""
         self.num_calls += 1
-        self._events.append(CallBegun(self.num_calls - 1, self._name, without_surrogates(header)))
+        header = self._distinct_header(without_surrogates(header))
+        self._events.append(CallBegun(self.num_calls - 1, self._name, header))
+
+    def _distinct_header(self, header: str) -> str:
+        """Return a header, with another number if the reply has it already, since it can be the call's id."""
+        if not header:
+            return ""
+        unnumbered = _NUMBER_OF_HEADER.sub("", header)
+        self._next_number = max(self._next_number, self.num_calls - 1)
+        while header in self._headers:
+            header = f"{unnumbered}:{self._next_number}"
+            self._next_number += 1
+        self._headers.add(header)
+        return header
 
     def _pass(self, text: str) -> None:
         """Add text to the arguments of the call at hand."""
@@ -431,7 +448,8 @@ class ReplyParser:
 
     def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
         parameters: Any = (self._schemas or {}).get(self._name)
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        own = root_of_arguments(parameters)
+        properties = own.get("properties") if isinstance(own, Mapping) else None
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         value = json.dumps(text, ensure_ascii=False) if is_cut else argument_of(text, schema, parameters)
         start = ", " if self._num_parameters else "{"

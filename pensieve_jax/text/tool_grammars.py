@@ -10,9 +10,13 @@ schemas of arguments stand in the grammar as they are, so what the library does 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
+from pensieve_jax.core.errors import UnsupportedGrammarError
+from pensieve_jax.text.argument_schemas import Choices, Text, argument_form, root_of_arguments, types_of
+from pensieve_jax.text.call_values import written_choice
 from pensieve_jax.text.grammar import mark_in_lark, schema_for_library
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
@@ -23,6 +27,11 @@ _MAX_MESSAGES: Final = 8
 """Messages of gpt-oss before its last one, so that a weak model comes to that."""
 _DEFINITIONS: Final = ("$defs", "definitions")
 """Keys of a schema that references within it name, from the schema's root."""
+_NARROWING: Final = (
+    *("$ref", "anyOf", "oneOf", "allOf", "not", "if", "enum", "const", "patternProperties", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
+"""Keys of a schema of all arguments that narrow more than the arguments one by one."""
 
 
 def call_grammar(
@@ -34,6 +43,7 @@ def call_grammar(
     has_text: bool = False,
     has_form: bool = False,
     free: Collection[str] = (),
+    shown: Sequence[Tool] = (),
 ) -> str:
     """Return the grammar of a reply that calls these tools.
 
@@ -47,8 +57,12 @@ def call_grammar(
       has_form: whether the reply may be a text of `@form` in place of the calls; see
         `StructuredOutput.frame`.
       free: names of tools whose arguments need not follow their schemas.
+      shown: the tools of the turn, whose positions errors name; () for `tools`.
+
+    Raises UnsupportedGrammarError naming `tools[i].function.parameters`, or a part of it, for a schema that
+    calls cannot keep whose arguments are written one by one.
     """
-    grammar = _Grammar(row, tools, tokenizer, free)
+    grammar = _Grammar(row, tools, tokenizer, free, shown)
     return grammar.text(has_one_call=has_one_call, has_text=has_text, has_form=has_form)
 
 
@@ -62,9 +76,15 @@ class _Grammar:
     """The rules of one grammar."""
 
     def __init__(
-        self, row: ToolFormat, tools: Sequence[Tool], tokenizer: Tokenizer, free: Collection[str]
+        self,
+        row: ToolFormat,
+        tools: Sequence[Tool],
+        tokenizer: Tokenizer,
+        free: Collection[str],
+        shown: Sequence[Tool] = (),
     ) -> None:
         self._row = row
+        self._shown = shown or tools
         self._tools = [tool["function"] for tool in tools]
         self._tokenizer = tokenizer
         self._free = frozenset(free)
@@ -200,10 +220,18 @@ class _Grammar:
     def _parameters_call(self, function: Mapping[str, Any], number: int) -> str:
         def one(name: str, schema: Any, place: str) -> str:
             opening = json.dumps(f"<parameter={name}>\n", ensure_ascii=False)
-            if _is_text(schema):
+            form = argument_form(schema, function.get("parameters"))
+            if isinstance(form, Text):
                 # The reader ends an argument at its first closing tag, wherever that stands.
-                self._rules.append(f'{place}[suffix="</parameter>"]: /(.|\\n)*/')
+                times = "*" if form.max_length is None else f"{{0,{form.max_length}}}\\n?"
+                self._rules.append(f'{place}[suffix="</parameter>"]: /(.|\\n){times}/')
                 return f'{opening} {place} "\\n"'
+            if isinstance(form, Choices):
+                texts = [self._choice(function, name, value, form) for value in form.values.values()]
+                # One lexeme, since a choice can be the beginning of another.
+                self._rules.append(f"{place}: {place.upper()}")
+                self._rules.append(f"{place.upper()}: {' | '.join(texts)}")
+                return f"{opening} {place}"
             self._rules.append(f"{place}: {self._value(schema, function)}")
             return f'{opening} {place} "\\n</parameter>\\n"'
 
@@ -216,6 +244,13 @@ class _Grammar:
         opening = json.dumps(f"\n<function={function['name']}>\n", ensure_ascii=False)
         start, (end,) = self._mark(self._row.start), map(self._mark, self._row.call_end)
         return f'{start} {opening} {parameters} "</function>\\n" {end}'
+
+    def _choice(self, function: Mapping[str, Any], name: str, value: Any, choices: Choices) -> str:
+        """Return a value that an argument between tags may have, with the tag behind it."""
+        text = written_choice(value, choices)
+        if text is None:
+            raise self._refusal(function, f".properties.{name}", value, "values without </parameter>")
+        return json.dumps(f"{text}\n</parameter>\n", ensure_ascii=False)
 
     def _python_call(self, function: Mapping[str, Any], number: int) -> str:
         def one(name: str, schema: Any, place: str) -> str:
@@ -258,9 +293,7 @@ class _Grammar:
         separator: str,
     ) -> str:
         """Return the rule of all arguments in the order of the schema; those not required may be missing."""
-        schema = _schema(function)
-        properties: Mapping[str, Any] = schema.get("properties") or {}
-        required = set(schema.get("required") or ())
+        properties, required = self._arguments_of(function)
         written = [
             (name, one(name, inner, f"value_{number}_{place}"))
             for place, (name, inner) in enumerate(properties.items())
@@ -280,6 +313,46 @@ class _Grammar:
             rules = both
         return rules["first"]
 
+    def _arguments_of(self, function: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
+        """Return the schemas of a function's arguments by their names, and the names of those required."""
+        schema = root_of_arguments(_schema(function))
+        if not isinstance(schema, Mapping) or "object" not in types_of({"type": "object", **schema}, None):
+            raise self._refusal(function, "", schema, "the schema of an object")
+        for key in (
+            *_NARROWING,
+            *(("unevaluatedProperties",) if schema.get("unevaluatedProperties") else ()),
+        ):
+            if key in schema:
+                raise self._refusal(function, f".{key}", schema[key], "left out")
+        others = schema.get("additionalProperties", True)
+        properties = dict(schema.get("properties") or {})
+        required = set(schema.get("required") or ())
+        properties |= {name: others for name in schema.get("required") or () if name not in properties}
+        for name in required:
+            if properties[name] is False:
+                limit = "names that `properties` or `additionalProperties` allow"
+                raise self._refusal(function, ".required", name, limit)
+            if not re.fullmatch(self._row.argument_name, name):
+                raise self._refusal(
+                    function, ".required", name, f"names that match {self._row.argument_name}"
+                )
+        properties = {name: inner for name, inner in properties.items() if inner is not False}
+        for key, number in (("minProperties", len(required)), ("maxProperties", len(properties))):
+            limit = schema.get(key, number)
+            if type(limit) is not int or (limit > number if key == "minProperties" else limit < number):
+                raise self._refusal(function, f".{key}", limit, "left out")
+        return properties, required
+
+    def _refusal(
+        self, function: Mapping[str, Any], path: str, value: object, limit: str
+    ) -> UnsupportedGrammarError:
+        """Return the error for a part of a function's parameters that its calls cannot keep."""
+        number = [tool["function"]["name"] for tool in self._shown].index(function["name"])
+        field = f"tools[{number}].function.parameters{path}"
+        return UnsupportedGrammarError(
+            field, value, f"{limit}, since the model writes calls as {self._row.name}"
+        )
+
 
 def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of a function's arguments; a schema without a type is one of an object."""
@@ -290,11 +363,3 @@ def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the definitions of a function's schema, as they have to stand at the root of each part of it."""
     return {key: schema[key] for key in _DEFINITIONS if key in schema}
-
-
-def _is_text(schema: Any) -> bool:
-    """Return whether an argument between tags is any text: its schema says so, or nothing else."""
-    if not isinstance(schema, Mapping):
-        return True
-    narrows = ("enum", "const", "pattern", "format", "anyOf", "oneOf", "allOf", "$ref")
-    return schema.get("type", "string") == "string" and not any(word in schema for word in narrows)

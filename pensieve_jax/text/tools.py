@@ -71,6 +71,8 @@ def function_tool(name: object, description: object, parameters: object, field: 
     if parameters is not None and not isinstance(parameters, Mapping):
         raise InvalidRequestError(f"{field}.parameters", parameters, "a JSON schema of an object")
     _check_parameters(parameters or {}, f"{field}.parameters")
+    if parameters and not isinstance(parameters.get("type", ""), str):
+        parameters = {**parameters, "type": "object"}  # the only type of arguments, among others
     # Templates read `parameters.properties`, and fail without it.
     function["parameters"] = parameters or _NO_PARAMETERS
     return {"type": "function", "function": json_copy(function, field)}
@@ -90,6 +92,9 @@ def _check_parameters(schema: Mapping[str, Any], field: str) -> None:
     if not isinstance(required, list | tuple) or not all(isinstance(name, str) for name in required):
         raise InvalidRequestError(f"{field}.required", required, "a list of names")
     _check_type(schema, field)
+    kind = schema.get("type", "object")
+    if kind != "object" and (isinstance(kind, str) or "object" not in kind):
+        raise InvalidRequestError(f"{field}.type", kind, '"object", as the arguments of a call are')
 
 
 def _check_type(schema: Mapping[str, Any] | bool, field: str) -> None:

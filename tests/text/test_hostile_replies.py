@@ -156,6 +156,14 @@ def test_escapes_of_json_and_of_regular_expressions_are_read_in_python_calls(
     assert json.loads(call.arguments) == {"a": value}
 
 
+@pytest.mark.parametrize("arguments", ['a=1, **{"x": 1}', '**{"x": 1}', 'a={"y": 2, **{"x": 1}}'])
+def test_unpacked_arguments_are_no_call_in_python(arguments: str) -> None:
+    """Their names are not known, and a call must not lose arguments."""
+    text = f"[f({arguments})]"
+    found = read("pythonic", [text], None)
+    assert not found.calls and found.content == text
+
+
 def test_a_call_of_harmony_without_arguments_is_an_empty_object() -> None:
     header = "<|channel|>commentary to=functions.f<|message|>"
     for text in (header, header + " ", header + "<|call|>"):

@@ -175,6 +175,21 @@ def test_a_long_text_without_a_header_is_released() -> None:
     assert parsed_reply(parser.feed(text)).content == text
 
 
+def test_headers_that_repeat_get_other_numbers() -> None:
+    """They can be ids of calls, and a model may number all calls alike."""
+    begin, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    headers = ["functions.f:0", "functions.f:0", "functions.f:1", "functions.g:0", "f", "f", "functions.f:0"]
+    calls = "".join(f"{begin}{header}{end}" for header in headers)
+    text = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+    wanted = [
+        *("functions.f:0", "functions.f:1", "functions.f:2", "functions.g:0"),
+        *("f", "f:5", "functions.f:6"),
+    ]
+    for pieces in ([text], list(text)):
+        found = parsed_reply(events_of(parser_of("kimi_k2", schemas=None), pieces))
+        assert [call.header for call in found.calls] == wanted
+
+
 def test_only_names_of_tools_make_a_call_without_a_mark() -> None:
     text = '{"name": "x", "parameters": {}}'
     assert read("llama3_json", text).content == text

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable
 
+import jsonschema
 import llguidance
 import llguidance.numpy as llguidance_numpy
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import InvalidRequestError, UnsupportedGrammarError
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.text import ChatFormat, Tokenizer
@@ -170,8 +171,7 @@ def test_arguments_may_be_nested_models(name: str) -> None:
     parser = ReplyParser(row, schemas={"get_weather": NESTED[0]["function"]["parameters"]})
     (call,) = parsed_reply([*parser.feed(text), *parser.end()]).calls
     assert call.name == "get_weather"
-    if name != "qwen3_xml":  # without the definition's type, its value is text
-        assert json.loads(call.arguments) == wanted
+    assert json.loads(call.arguments) == wanted
 
 
 @pytest.mark.parametrize("name", [name for name, row in TOOL_FORMATS.items() if row.start])
@@ -216,9 +216,7 @@ def test_a_walk_through_a_grammar_ends_in_calls_that_the_parser_reads(name: str)
             found = parsed_reply([*parser.feed(tokenizer.decode_raw(ids)), *parser.end()])
             assert found.calls
             for call in found.calls:
-                arguments = json.loads(call.arguments)
-                assert call.name in schemas
-                assert "city" in arguments or call.name == "now"
+                jsonschema.validate(json.loads(call.arguments), schemas[call.name])
     assert num_ended
 
 
@@ -291,6 +289,167 @@ def test_an_added_token_without_brackets_is_text_to_the_library_and_to_grammars(
     written = "I look." + WRITTEN["mistral"].replace("[ARGS]", "")
     assert takes(tokenizer, library, grammar, written)
     assert not takes(tokenizer, library, grammar, written.replace("city", "town"))
+
+
+COLOUR = {"type": "string", "enum": ["red", "green"], "title": "Colour"}
+CHOICES = [
+    ({"enum": ["C", "F"]}, "F", "F"),
+    ({"$ref": "#/$defs/Colour"}, "green", "green"),
+    ({"allOf": [{"$ref": "#/$defs/Colour"}], "default": "red"}, "red", "red"),
+    ({"anyOf": [{"const": "a"}, {"const": "ab"}]}, "ab", "ab"),
+    ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}], "default": None}, "null", None),
+    ({"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}, "red", "red"),
+    ({"enum": ["1", 1, None, True, "null", {"a": [2.5]}]}, "1", 1),
+    ({"enum": ["1", 1, None, True, "null", {"a": [2.5]}]}, '"1"', "1"),
+    ({"enum": ["1", 1, None, True, "null", {"a": [2.5]}]}, '"null"', "null"),
+    ({"enum": ["1", 1, None, True, "null", {"a": [2.5]}]}, '{"a": [2.5]}', {"a": [2.5]}),
+    ({"const": 'say "x"\n'}, 'say "x"\n', 'say "x"\n'),
+    ({"enum": ["a", '"a"']}, '"a"', '"a"'),
+    ({"type": "string", "enum": ["a", 1]}, "a", "a"),
+    ({"type": "string", "format": "date"}, '"2024-01-01"', "2024-01-01"),
+    ({"type": "string", "pattern": "^[0-9]+$"}, '"12"', "12"),
+    ({"type": "string", "minLength": 2}, '"ab"', "ab"),
+    ({"type": "string", "maxLength": 2}, '""', '""'),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "it is", "it is"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"5"', "5"),
+    ({"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, '"2024-01-01"', "2024-01-01"),
+    ({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, '{"a": 1}', {"a": 1}),
+]
+REFUSED_TEXTS = [
+    ({"enum": ["C", "F"]}, '"F"'),
+    ({"anyOf": [{"const": "a"}, {"const": "ab"}]}, "abc"),
+    ({"type": "string", "enum": ["a", 1]}, "1"),
+    ({"type": "string", "format": "date"}, "2024-01-01"),
+    ({"type": "string", "minLength": 2}, '"a"'),
+    ({"type": "string", "maxLength": 2}, "abc"),
+    ({"type": "string", "maxLength": 2}, "a</parameter>"),
+]
+
+
+def tool_with(schema: object) -> Tool:
+    """Return a tool `f` with one argument that it requires."""
+    parameters = {
+        "type": "object",
+        "properties": {"a": schema},
+        "required": ["a"],
+        "$defs": {"Colour": COLOUR},
+    }
+    return check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])[0]
+
+
+def between_tags(text: str) -> str:
+    return f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), CHOICES)
+def test_what_a_grammar_writes_between_tags_is_read_as_the_schema_says(
+    schema: object, text: str, value: object
+) -> None:
+    """Strings stand as they are where their schema lists them or leaves them free, and are JSON otherwise."""
+    row, tool = TOOL_FORMATS["qwen3_xml"], tool_with(schema)
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    written = between_tags(text)
+    assert takes(tokenizer, library, call_grammar(row, [tool], tokenizer), written)
+    parser = ReplyParser(row, schemas={"f": tool["function"]["parameters"]})
+    (call,) = parsed_reply([*parser.feed(written), *parser.end()]).calls
+    found = json.loads(call.arguments)
+    assert (found, type(found["a"])) == ({"a": value}, type(value))
+    jsonschema.validate(found, tool["function"]["parameters"])
+
+
+@pytest.mark.parametrize(("schema", "text"), REFUSED_TEXTS)
+def test_a_grammar_writes_no_other_text_between_tags(schema: object, text: str) -> None:
+    row = TOOL_FORMATS["qwen3_xml"]
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    grammar = call_grammar(row, [tool_with(schema)], tokenizer)
+    assert not takes(tokenizer, library, grammar, between_tags(text))
+
+
+def test_a_reference_at_the_root_says_which_arguments_there_are() -> None:
+    own = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for root in (
+        {"$ref": "#/$defs/A"},
+        {"type": "object", "$ref": "#/$defs/A"},
+        {"allOf": [{"$ref": "#/$defs/A"}]},
+    ):
+        parameters = {**root, "$defs": {"A": own}}
+        tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+        for name, good in (("qwen3_xml", between_tags("7")), ("pythonic", "[f(a=7)]")):
+            tokenizer, library = tokenizer_of(TOOL_FORMATS[name], has_control=False)
+            grammar = call_grammar(TOOL_FORMATS[name], tools, tokenizer)
+            assert takes(tokenizer, library, grammar, good)
+            assert not takes(tokenizer, library, grammar, good.replace("7", "x"))
+            parser = ReplyParser(TOOL_FORMATS[name], schemas={"f": parameters})
+            (call,) = parsed_reply([*parser.feed(good), *parser.end()]).calls
+            assert json.loads(call.arguments) == {"a": 7}
+
+
+def test_required_arguments_without_a_schema_are_written() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "c": False},
+        "required": ["b", "a"],
+    }
+    tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    row = TOOL_FORMATS["pythonic"]
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    grammar = call_grammar(row, tools, tokenizer)
+    assert takes(tokenizer, library, grammar, '[f(a=1, b={"x": [2]})]')
+    for text in ("[f(a=1)]", "[f(a=1, b=2, c=3)]"):
+        assert not takes(tokenizer, library, grammar, text)
+    row = TOOL_FORMATS["qwen3_xml"]
+    grammar = call_grammar(row, tools, tokenizer)
+    written = between_tags("1").replace("</function>", "<parameter=b>\nany\n</parameter>\n</function>")
+    assert takes(tokenizer, library, grammar, written)
+    assert not takes(tokenizer, library, grammar, between_tags("1"))
+    assert not takes(
+        tokenizer,
+        library,
+        grammar,
+        written.replace("</function>", "<parameter=c>\n1\n</parameter>\n</function>"),
+    )
+
+
+_A = {"properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("name", ["qwen3_xml", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"anyOf": [_A, {"required": ["b"]}]}, ".anyOf"),
+        ({**_A, "not": {"required": ["a"]}}, ".not"),
+        ({**_A, "minProperties": 1}, ".minProperties"),
+        ({**_A, "maxProperties": 0}, ".maxProperties"),
+        ({**_A, "patternProperties": {"a": {"minimum": 3}}}, ".patternProperties"),
+        ({**_A, "required": ["b"], "additionalProperties": False}, ".required"),
+        ({"properties": {"a": False}, "required": ["a"]}, ".required"),
+        ({**_A, "required": [""]}, ".required"),
+        ({"$ref": "#/$defs/B", "$defs": {"B": {"type": "array"}}}, ""),
+        ({"$ref": "#/$defs/C"}, ".$ref"),
+    ],
+)
+def test_a_schema_that_arguments_one_by_one_cannot_keep_is_refused(
+    name: str, schema: dict[str, object], path: str
+) -> None:
+    function = {"name": "f", "parameters": schema}
+    tools = check_tools([TOOLS[1], {"type": "function", "function": function}])
+    row = TOOL_FORMATS[name]
+    tokenizer, _ = tokenizer_of(row, has_control=False)
+    with pytest.raises(UnsupportedGrammarError) as raised:
+        call_grammar(row, tools[1:], tokenizer, shown=tools)
+    assert raised.value.field == f"tools[1].function.parameters{path}" and name in raised.value.limit
+    call_grammar(row, tools, tokenizer, free=["f"])
+
+
+def test_a_value_with_a_closing_tag_is_refused() -> None:
+    row = TOOL_FORMATS["qwen3_xml"]
+    tokenizer, _ = tokenizer_of(row, has_control=False)
+    with pytest.raises(UnsupportedGrammarError) as raised:
+        call_grammar(row, [tool_with({"enum": ["a", "b</parameter>"]})], tokenizer)
+    assert raised.value.field == "tools[0].function.parameters.properties.a"
 
 
 NAMES = (

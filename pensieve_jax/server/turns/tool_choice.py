@@ -23,7 +23,6 @@ from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.http.errors import invalid_value, unsupported
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.text.reply_forms import form_of_calls, form_with_calls
-from pensieve_jax.text.tools import tool_names
 
 FIELDS: Final = {"structured": "tools", "structured.grammar": "tools", "structured.frame": "tools"}
 """Names of fields by the engine's names, where calls are the form of a reply, or beside it."""
@@ -110,18 +109,15 @@ def with_choice(
     if choice.mode == "required":
         form = form_of_calls(tools, template_input, tokenizer, has_one_call=has_one_call)
         return replace(params, structured=form)
-    is_narrowed = len(tools) < len(template_input.tools)
-    if params.structured is not None or is_narrowed or not choice.strict.isdisjoint(tool_names(tools)):
-        form_or_calls = form_with_calls(
-            params.structured,
-            tools,
-            template_input,
-            tokenizer,
-            strict=choice.strict,
-            has_one_call=has_one_call,
-        )
-        return replace(params, structured=form_or_calls)
-    return params
+    form_or_calls = form_with_calls(
+        params.structured,
+        tools,
+        template_input,
+        tokenizer,
+        strict=choice.strict,
+        has_one_call=has_one_call,
+    )
+    return replace(params, structured=form_or_calls)
 
 
 def checked_choice(choice: ToolChoice, names: Collection[str], field: str) -> ToolChoice:

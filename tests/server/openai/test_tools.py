@@ -488,6 +488,65 @@ def test_an_argument_that_no_call_can_name_is_refused(path: Path) -> None:
     server.close()
 
 
+@pytest.mark.parametrize("kind", ["array", "null", ["array", "null"]])
+def test_parameters_of_another_type_than_objects_are_refused(path: Path, kind: Any) -> None:
+    """On each route by its own path; arguments of another type would be no call when they are sent again."""
+    tool, names = {"name": "f", "parameters": {"type": kind}}, {"type": "function"}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "chat/completions",
+            {"messages": [USER], "tools": [*TOOLS, {**names, "function": tool}]},
+            "tools[3].function.parameters.type",
+        ),
+        ("responses", {"input": "what?", "tools": [*FLAT, {**names, **tool}]}, "tools[3].parameters.type"),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "tools": [{"name": "f", "input_schema": {"type": kind}}]},
+            "tools[0].input_schema.type",
+        ),
+    ]
+    server = ScriptedServer(path, [], HERMES)
+    for route, body, param in cases:
+        status, answer = ask(server.harness, "POST", f"/v1/{route}", body)
+        error = answer["error"].get("details", answer["error"])
+        assert (status, error["param"]) == (400, param), answer
+        assert "array" in answer["error"]["message"] or "null" in answer["error"]["message"]
+    server.close()
+
+
+def test_parameters_that_may_be_objects_are_objects(path: Path) -> None:
+    tool = {"name": "add", "parameters": {**PARAMETERS, "type": ["object", "null"]}}
+    server = ScriptedServer(path, [ONE], HERMES)
+    tools = [{"type": "function", "function": tool}]
+    send(server, "chat/completions", messages=[USER], tools=tools, tool_choice="required")
+    spec = server.engine.turns[-1].spec
+    assert spec.template_input.tools[0]["function"]["parameters"] == {**PARAMETERS, "type": "object"}
+    server.close()
+
+
+def test_calls_of_one_reply_have_different_ids(path: Path) -> None:
+    """Streamed, whole and stored, also if the model gives all calls one number."""
+    begin, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    section = f"{begin}functions.now:0{end}" * 2
+    text = f"<|tool_calls_section_begin|>{section}<|tool_calls_section_end|>"
+    wanted = ["functions.now:0", "functions.now:1"]
+    server = ScriptedServer(path, [text] * 4, HERMES, tool_call_parser="kimi_k2")
+    answer = chat(server)
+    assert [call["id"] for call in answer["choices"][0]["message"]["tool_calls"]] == wanted
+    _, calls, _ = added(events_of(chat(server, stream=True)))
+    assert [call[0] for call in calls] == wanted
+    body = {"model": "fake", "messages": [USER], "max_tokens": 200}
+    tools = [{"name": name, "input_schema": PARAMETERS} for name in NAMES]
+    answer = send(server, "messages", **body, tools=tools)
+    assert [block["id"] for block in answer["content"] if block["type"] == "tool_use"] == wanted
+    answer = send(server, "responses", input="what?", tools=FLAT)
+    assert [item["call_id"] for item in answer["output"]] == wanted
+    path_of = f"/v1/responses/{answer['id']}"
+    status, stored = ask(server.harness, "GET", path_of)
+    assert status == 200 and [item["call_id"] for item in stored["output"]] == wanted
+    server.close()
+
+
 def test_two_tools_of_one_name_are_refused(path: Path) -> None:
     server = ScriptedServer(path, ["Hello."] * 2, HERMES)
     for route, fields, param in (

@@ -15,6 +15,7 @@ from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
+from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
 from pensieve_jax.server.openai.responses.response import ResponseHead
@@ -112,7 +113,9 @@ class ResponsePlan:
             logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
             structured=self._form,
         )
-        params = with_choice(params, resolved.template_input, body.choice(), services.chat_format)
+        template = resolved.template_input
+        with renamed_fields({f"tools[{at}].function": f"tools[{at}]" for at in range(len(template.tools))}):
+            params = with_choice(params, template, body.choice(), services.chat_format)
         return with_placed_form(
             params, resolved.template_input, resolved.prompt_token_ids, services.tokenizer
         )
