@@ -449,8 +449,9 @@ class ReplyParser:
     def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
         parameters: Any = (self._schemas or {}).get(self._name)
         own = root_of_arguments(parameters)
-        properties = own.get("properties") if isinstance(own, Mapping) else None
-        schema = properties.get(name) if isinstance(properties, Mapping) else None
+        own = own if isinstance(own, Mapping) else {}
+        properties, others = own.get("properties"), own.get("additionalProperties")
+        schema = properties.get(name, others) if isinstance(properties, Mapping) else others
         value = json.dumps(text, ensure_ascii=False) if is_cut else argument_of(text, schema, parameters)
         start = ", " if self._num_parameters else "{"
         self._num_parameters += 1

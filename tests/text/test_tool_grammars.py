@@ -412,6 +412,19 @@ def test_required_arguments_without_a_schema_are_written() -> None:
     )
 
 
+def test_arguments_beyond_the_properties_follow_their_own_schema() -> None:
+    parameters = {"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}}
+    tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    for name, written in (("qwen3_xml", between_tags("7")), ("pythonic", "[f(a=7)]")):
+        tokenizer, library = tokenizer_of(TOOL_FORMATS[name], has_control=False)
+        grammar = call_grammar(TOOL_FORMATS[name], tools, tokenizer)
+        assert takes(tokenizer, library, grammar, written)
+        assert not takes(tokenizer, library, grammar, written.replace("7", "x"))
+        parser = ReplyParser(TOOL_FORMATS[name], schemas={"f": parameters})
+        (call,) = parsed_reply([*parser.feed(written), *parser.end()]).calls
+        assert json.loads(call.arguments) == {"a": 7}
+
+
 _A = {"properties": {"a": {"type": "integer"}}}
 
 

@@ -547,6 +547,41 @@ def test_calls_of_one_reply_have_different_ids(path: Path) -> None:
     server.close()
 
 
+def test_a_schema_that_a_format_cannot_keep_is_refused_where_it_counts(path: Path) -> None:
+    """On each route by its own path, also if the tool is one of those allowed."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1}
+    tool, kind = {"name": "f", "parameters": schema}, {"type": "function"}
+    named = {"type": "function", "function": {"name": "f"}}
+    cases: list[tuple[str, dict[str, Any], Any, str]] = [
+        (
+            "chat/completions",
+            {"messages": [USER], "tools": [*TOOLS, {**kind, "function": tool}]},
+            named,
+            "tools[3].function.parameters.minProperties",
+        ),
+        (
+            "responses",
+            {"input": "what?", "tools": [*FLAT, {**kind, **tool}]},
+            {"type": "function", "name": "f"},
+            "tools[3].parameters.minProperties",
+        ),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "tools": [{"name": "f", "input_schema": schema}]},
+            {"type": "any"},
+            "tools[0].input_schema.minProperties",
+        ),
+    ]
+    server = ScriptedServer(path, ["Hello."] * 3, HERMES, tool_call_parser="qwen3_xml")
+    for route, body, choice, param in cases:
+        status, answer = ask(server.harness, "POST", f"/v1/{route}", {**body, "tool_choice": choice})
+        error = answer["error"].get("details", answer["error"])
+        assert (status, error["param"]) == (400, param), answer
+        assert param in answer["error"]["message"] and "qwen3_xml" in answer["error"]["message"]
+        send(server, route, **body)
+    server.close()
+
+
 def test_two_tools_of_one_name_are_refused(path: Path) -> None:
     server = ScriptedServer(path, ["Hello."] * 2, HERMES)
     for route, fields, param in (
