@@ -54,13 +54,12 @@ from pensieve_jax.server.http.errors import (
     not_found,
     overloaded,
     rate_limited,
-    renamed_fields,
 )
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
-from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
+from pensieve_jax.server.openai.responses.plan import PlanErrors, ResponsePlan, errors_of_job
 from pensieve_jax.server.openai.responses.response import head_of, stored_logprobs, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
 from pensieve_jax.server.openai.responses.run import ResponseRun
@@ -129,11 +128,12 @@ class BackgroundResponses:
             self._check_share(run.owner)
             self._services.limits.check_ready()
             self._being_queued.add(plan)
-            with renamed_fields(ENGINE_FIELDS):
+            with plan.errors.renamed():
                 resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
             run.begin(plan.head)
-            self._start(run, plan.draft, partial(self._driver.drive, run, spec, plan.draft, resolved), unlock)
+            work = partial(self._driver.drive, run, spec, plan.draft, resolved, plan.errors)
+            self._start(run, plan.draft, work, unlock)
             started = True
         finally:
             self._being_queued.discard(plan)
@@ -165,7 +165,7 @@ class BackgroundResponses:
             sentence = "An earlier release queued this response, and this release cannot run it."
             work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))
         else:
-            work = partial(self._driver.drive, run, spec, draft, None)
+            work = partial(self._driver.drive, run, spec, draft, None, errors_of_job(spec))
         self._start(run, draft, work, self._locked(draft))
         return run
 
@@ -404,7 +404,12 @@ class BackgroundRunner:
         self._services = services
 
     async def drive(
-        self, run: ResponseRun, spec: TurnSpec, draft: ResponseDraft, resolved: ResolvedContext | None
+        self,
+        run: ResponseRun,
+        spec: TurnSpec,
+        draft: ResponseDraft,
+        resolved: ResolvedContext | None,
+        errors: PlanErrors,
     ) -> None:
         """Run a response until it ends, starting again whenever the engine restarts."""
         services = self._services
@@ -420,7 +425,7 @@ class BackgroundRunner:
                 if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
                 if not isinstance(error, (*UNANSWERED, HistoryUnavailableError)):
-                    await self.fail(run, draft, as_api_error(error, ENGINE_FIELDS))
+                    await self.fail(run, draft, errors.as_api_error(error))
                     return
             if services.engine.state == "draining":
                 # It stays queued in the history; the next server runs it.
