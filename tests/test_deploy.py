@@ -79,6 +79,13 @@ def test_the_unit_is_not_restarted_after_a_refused_start() -> None:
     assert EXIT_DAMAGED == EXIT_BAD_INPUT != EXIT_ENDED
 
 
+def test_a_reload_during_the_start_does_not_stop_the_unit() -> None:
+    """systemd counts an end by SIGHUP as success, so `on-failure` would leave the unit down."""
+    unit = (DEPLOY / "pensieve.service").read_text(encoding="utf-8")
+    assert re.search(r"^ExecStart=/usr/bin/env --ignore-signal=HUP /", unit, re.M)
+    assert re.search(r"^Restart=always$", unit, re.M)
+
+
 def test_continued_commands_are_complete() -> None:
     """A comment or a blank after a line's backslash would end the command."""
     for path in DEPLOY.iterdir():

@@ -60,7 +60,7 @@ def test_growth_is_reported_and_fluctuation_is_not():
                 "front_rss_mb": 70.0 + min(minute, 8),
                 "engine_rss_mb": 700.0 + 3 * minute,
                 "front_descriptors": 30.0 + minute % 5,
-                "front_threads": 4.0 + 5 * (minute // 10),
+                "front_threads": 4.0 + 20 * (minute // 10),
                 "engine_known_turns": 400.0 + 30 * (-1) ** minute,
                 # fewer in a slower period
                 "engine_live_conversations": 100.0 if 10 <= minute < 20 else 300.0,

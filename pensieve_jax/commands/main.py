@@ -3,20 +3,18 @@
 Owns: the table of commands, `--version`, and the error of an unknown command.
 Does not know: the work of a command, or its flags. A command is a row of the table and a module of this
 package with `define_flags` and `main`, whose docstring is its help.
-This module does not import JAX, so that the list of commands appears at once.
+This module does not import JAX, so that the list of commands appears at once. Before anything that takes
+time, `serve` ignores SIGHUP: it means "read the keys again", and would end a process that has no handler yet.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 
-from absl import flags
-
 import pensieve_jax
-from pensieve_jax.commands.launch import EXIT_BAD_INPUT, run, show
 
-flags.disclaim_key_flags()  # so that a command's flags count as those of the program
 COMMANDS = {
     "chat": "chat in the terminal, with streamed replies",
     "generate": "JSON lines of conversations in, JSON lines of turns out",
@@ -31,6 +29,13 @@ _HELP = ("help", "--help", "-h", "-help", "-?", "--helpshort", "--helpfull")
 def main() -> None:
     """Start the named command, or list all commands; exit."""
     name, *arguments = sys.argv[1:] or ["--help"]
+    if name == "serve":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    from absl import flags  # after the signal, because these imports take time
+
+    from pensieve_jax.commands.launch import EXIT_BAD_INPUT, run, show
+
+    flags.disclaim_key_flags()  # so that a command's flags count as those of the program
     if name == "help" and arguments and arguments[0] in COMMANDS:
         name, arguments = arguments[0], ["--help"]
     if name in _HELP:

@@ -187,6 +187,11 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         max_in_flight_per_key=FLAGS.max_turns_per_key,
         budgets=_amounts("budgets"),
         key_budgets=_amounts("key_budgets"),
+        max_stored_bytes_per_key=FLAGS.max_stored_bytes_per_key,
+        max_conversations_per_key=FLAGS.max_conversations_per_key,
+        max_responses_per_key=FLAGS.max_responses_per_key,
+        idle_conversation_days=FLAGS.idle_conversation_days,
+        confirm_clock=FLAGS.confirm_clock,
         is_routed=is_routed,
     )
 
@@ -249,9 +254,34 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
     flags.DEFINE_list(
-        "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/server.md has the names."
+        "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/limits.md has the names."
     )
     flags.DEFINE_list("key_budgets", [], "What the requests of one key may hold, as --budgets.")
+    flags.DEFINE_integer(
+        "max_stored_bytes_per_key",
+        None,
+        "Most stored bytes of one key; 0: no limit. Default with keys: 10 GiB.",
+    )
+    flags.DEFINE_integer(
+        "max_conversations_per_key",
+        None,
+        "Most stored conversations of one key; 0: no limit. Default with keys: 100,000.",
+    )
+    flags.DEFINE_integer(
+        "max_responses_per_key",
+        None,
+        "Most stored responses of one key; 0: no limit. Default with keys: 100,000.",
+    )
+    flags.DEFINE_integer(
+        "idle_conversation_days",
+        None,
+        "Days after which a conversation that was not active is deleted; default: never.",
+    )
+    flags.DEFINE_string(
+        "confirm_clock",
+        None,
+        "Today's date, such as 2026-11-30: the clock is right although it is far ahead of the history.",
+    )
     flags.DEFINE_integer(
         "max_index_bytes", 256 * 2**20, "Memory for the index of turns that recognizes resent messages."
     )

@@ -14,12 +14,14 @@ from typing import Any
 
 __all__ = [
     "ChatTemplateError",
+    "ClockAheadError",
     "ConfigError",
     "ContextLengthError",
     "ConversationBusyError",
     "ConversationChangedError",
     "EngineClosedError",
     "EngineDiedError",
+    "HistoryBusyError",
     "HistoryCorruptError",
     "HistoryDeniedError",
     "HistoryError",
@@ -31,6 +33,7 @@ __all__ = [
     "LogitsError",
     "PensieveError",
     "StepFailedError",
+    "StorageQuotaError",
     "TokenizerMissingError",
     "UnknownConversationError",
     "UnknownRecordError",
@@ -265,6 +268,29 @@ class HistoryError(PensieveError):
     """A history store that cannot be used."""
 
 
+class StorageQuotaError(PensieveError):
+    """A change that would make an owner store more than the owner may; nothing was stored.
+
+    Attributes:
+      amount: "conversations", "responses" or "bytes".
+      stored: the amount that the owner stores already.
+      limit: the amount that the owner may store.
+    """
+
+    def __init__(self, amount: str, stored: int, limit: int) -> None:
+        self.amount = amount
+        self.stored = stored
+        self.limit = limit
+        super().__init__(
+            f"stored {amount} of this key are {stored:,}; they must be at most {limit:,}. "
+            "Delete responses or conversations."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
+        return type(self), (self.amount, self.stored, self.limit)
+
+
 class HistoryUnavailableError(HistoryError):
     """The history's database cannot be reached at the moment; a later call may succeed.
 
@@ -281,6 +307,27 @@ class HistoryUnavailableError(HistoryError):
         return type(self), (str(self), self.may_be_kept)
 
 
+class ClockAheadError(HistoryError):
+    """The clock is so far ahead of the history that a deletion by it was refused; nothing was deleted.
+
+    Attributes:
+      now_s: the time of the clock, in seconds since the epoch.
+      trusted_s: the latest time that the history trusts.
+    """
+
+    def __init__(self, now_s: float, trusted_s: float) -> None:
+        self.now_s = now_s
+        self.trusted_s = trusted_s
+        super().__init__(
+            f"now_s is {now_s:.0f}; it must be at most a day after {trusted_s:.0f}, the newest time in the "
+            "history. Confirm the clock, or put it right."
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle with the constructor's arguments, since `args` only holds the message."""
+        return type(self), (self.now_s, self.trusted_s)
+
+
 class HistoryDeniedError(HistoryError):
     """The history's database refuses this user, the password, or the operation."""
 
@@ -295,6 +342,10 @@ class HistoryMissingError(HistoryError):
 
 class HistoryLockedError(HistoryError):
     """The history file is already open, in this process or in another."""
+
+
+class HistoryBusyError(HistoryError):
+    """Another program has locked the history file for writing; a later call may succeed."""
 
 
 class HistoryCorruptError(HistoryError):

@@ -48,6 +48,11 @@ class TurnSpec:
     template_input: TemplateInput = NO_INPUT
 
     @property
+    def is_durable(self) -> bool:
+        """Whether the turn is to be stored in the history."""
+        return self.conversation_id is not None if self.node is None else self.node.durable
+
+    @property
     def num_new_tokens(self) -> int:
         """Tokens of the prefix and the prompt."""
         return len(self.prompt_token_ids) + (0 if self.prefix is None else len(self.prefix.token_ids))

@@ -300,6 +300,7 @@ class ConversationTable:
         if bound is None and ttl_s is None:
             return
         before_s = None if ttl_s is None else self._clock.now() - ttl_s
+        branch_before_s = None if ttl_s is None else self._drops.clock.now() - ttl_s
         busy = {name for name, live in self._live.items() if live.busy and "\0" not in name}  # callers' ids
         for conversation_id in self._store.idle(before_s, bound, busy):
             with contextlib.suppress(UnknownConversationError):  # another replica ended it first
@@ -307,7 +308,7 @@ class ConversationTable:
         branches = [live for live in self._live.values() if isinstance(live, Branch) and not live.busy]
         branches.sort(key=lambda branch: -branch.sequence.last_active_s)
         for position, branch in enumerate(branches):
-            is_old = before_s is not None and branch.sequence.last_active_s < before_s
+            is_old = branch_before_s is not None and branch.sequence.last_active_s < branch_before_s
             if is_old or (bound is not None and position >= bound):
                 self.forget(branch)
 
@@ -371,7 +372,8 @@ class ConversationTable:
         conversation.num_computed_tokens = max(len(token_ids) - 1, 0)
         live = self._enter(conversation)
         self._prefixes.rejoin(live.sequence, token_ids)
-        live.sequence.last_active_s = record.last_active_s
+        # A clock that was ahead may have dated it in the future, where it would stay the most recent one.
+        live.sequence.last_active_s = min(record.last_active_s, self._drops.clock.now())
         return live
 
     def _enter(self, conversation: Conversation) -> LiveConversation:

@@ -16,9 +16,14 @@ from typing import Any, NamedTuple
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.change_guard import ChangeGuard, change
-from pensieve_jax.core.clock import Clock, WallClock
+from pensieve_jax.core.clock import Clock, SteadyClock, WallClock
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.core.errors import EngineClosedError, PensieveError, StepFailedError
+from pensieve_jax.core.errors import (
+    EngineClosedError,
+    HistoryCorruptError,
+    PensieveError,
+    StepFailedError,
+)
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.structured import StructuredOutput
@@ -107,9 +112,11 @@ class Engine:
         self._cost_model = cost_model
         self._tokenizer = tokenizer
         self._clock = clock or WallClock()
+        # The order of eviction needs a clock that never goes back, which the wall clock may.
+        self._order_clock = clock or SteadyClock()
         self._stats = EngineStats()
         self._observe = observe
-        self._drops = DropJournal(self._clock)
+        self._drops = DropJournal(self._order_clock)
         self._closed = False
         self._guard = ChangeGuard(self._recreate_state)
         self._needs_new_pools = False  # if True, the next step makes new pools
@@ -121,7 +128,7 @@ class Engine:
         self._loop: EngineLoop[_LaunchedStep] = EngineLoop(
             config,
             self._cost_model,
-            self._clock,
+            self._order_clock,
             self._runner.transfers,
             self._stats,
             max_num_copies=config.runner.max_num_staged_pages,
@@ -201,6 +208,8 @@ class Engine:
         The caller must keep a reference to each returned turn, because the next call cancels turns without
         one. This also cancels all turns of a call that an interrupt (Ctrl-C) ends, at any line.
         """
+        if self._store.is_damaged and any(spec.is_durable for spec in specs):
+            raise HistoryCorruptError("The history was damaged while it was open; it stores no more turns.")
         return self._submitter.submit(specs, grammars or {})
 
     @change
@@ -228,6 +237,13 @@ class Engine:
             return self._step()
         except StepFailedError as error:
             return self._lose_step(error)
+
+    def wait_for_locks(self, seconds: float) -> None:
+        """Let changes of the history wait this long for another program's lock, and then raise
+        HistoryBusyError. Turns that end never wait within a step.
+        """
+        self._check_usable()
+        self._store.lock_wait_s = seconds
 
     def take_deltas(self) -> Deltas:
         """Return the new tokens of turns in progress since the last call; `step` returns the ended turns."""
@@ -340,6 +356,7 @@ class Engine:
             "num_known_turns": len(self._conversations.branches),
             "num_known_chunks": self._conversations.branches.num_chunks,
             "num_shared_prefixes": len(self._prefixes),
+            "history_is_damaged": int(self._store.is_damaged),
         }
 
     def distributions(self) -> dict[str, tuple[list[int], float]]:
@@ -431,7 +448,7 @@ class Engine:
         previous = self._loop.step(self._launch)
         following = self._loop.in_flight
         if previous is None:
-            return self._lose_failed_rows()
+            return self._ledger.retry() + self._lose_failed_rows()
         result = self._runner.fetch(previous.handle)
         self._late_rows.accept(previous.sampling, result.token_ids, result.logprobs, previous.discarded)
         failure: StepFailedError | None = None
@@ -453,7 +470,12 @@ class Engine:
             step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
         ):  # not strict, because the result is padded
             reply = self._ledger.replies.get(request)
-            if reply is None or reply in broken or request in step.discarded:
+            if (
+                reply is None
+                or reply in broken
+                or request in step.discarded
+                or self._ledger.is_complete(request)
+            ):
                 continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
             if not isfinite(logprob):
@@ -501,7 +523,8 @@ class Engine:
         ran = [
             reply
             for reply in replies
-            if reply.request.status is not RequestStatus.WAITING or reply.lacks_scores
+            if (reply.request.status is not RequestStatus.WAITING or reply.lacks_scores)
+            and not self._ledger.is_complete(reply.request)
         ]
         turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:

@@ -2,6 +2,8 @@
 
 Owns: the commit of all turns that end in a step, in one transaction before any of them is reported. It also
 removes conversations without stored turns, and detects turns that no caller references any more.
+If another program has locked the history, complete turns wait here, outside the batch, for at most
+`LOCK_WAIT_S`. Other turns go on meanwhile, so nothing in a step waits for that lock.
 Does not know: the device, how tokens are computed, or the content of a turn's attachment.
 Called by the engine and the submission of turns.
 """
@@ -12,10 +14,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pensieve_jax.core.clock import Clock
-from pensieve_jax.core.errors import ConversationChangedError, LogitsError, PensieveError, forget_frames
+from pensieve_jax.core.errors import (
+    ConversationChangedError,
+    HistoryBusyError,
+    LogitsError,
+    PensieveError,
+    forget_frames,
+)
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
@@ -26,9 +34,12 @@ from pensieve_jax.engine.loop import EngineLoop
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.turn import Deltas, ReplyState, Turn, take_deltas
 from pensieve_jax.history import HistoryStore, TurnRecord
+from pensieve_jax.history.store import LOCK_WAIT_S
 from pensieve_jax.scheduler import Request
 
 Ending = tuple[ReplyState, FinishReason]
+_RETRY_S: Final = 0.05
+"""Time between two attempts to write turns while another program has locked the history."""
 
 
 class TurnLedger:
@@ -61,6 +72,9 @@ class TurnLedger:
         self._stats = stats
         self._clock = clock
         self._state_store = LearnedStateStore(store, loop.cache)
+        # Complete turns that wait for a lock of another program, with the time at which each gives up.
+        self._unwritten: dict[Request, tuple[Ending, float]] = {}
+        self._next_try_s = 0.0
 
     @property
     def turns(self) -> list[Turn]:
@@ -104,34 +118,39 @@ class TurnLedger:
             if turn() is None:
                 self.cancel(self.replies[request])
 
+    def is_complete(self, request: Request) -> bool:
+        """Whether a turn in progress has its whole reply and waits to be written."""
+        return request in self._unwritten
+
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
-        """Write the turns that end in a step in one transaction, finish them, and return them.
+        """Write the turns that end in a step in one transaction, finish them, and return the finished ones.
 
         If the history cannot be written, all durable turns get that error. If it refuses a single turn, for
-        example because another replica was first, only that turn gets the error.
+        example because another replica was first, only that turn gets the error. If another program has
+        locked it, the durable turns wait for a later call, and get that error after `LOCK_WAIT_S`.
         """
-        turns = self._held(self._turns[reply.request] for reply, _ in endings)
-        durable = [ending for ending in endings if ending[0].durable]
+        durable = [*self._waiting(), *(ending for ending in endings if ending[0].durable)]
+        others = [ending for ending in endings if not ending[0].durable]
+        turns = self._held(self._turns[reply.request] for reply, _ in (*durable, *others))
         now_s = self._clock.now()  # once, so that a turn's output and the history have the same time
-        try:
-            if durable:
-                records = [self._record(reply, reason, now_s) for reply, reason in durable]
-                attachments = [None if reply.node is None else reply.node.attachment for reply, _ in durable]
-                began_s = time.perf_counter()
-                refused = self._store.commit(records, attachments, self.in_use)
-                self._stats.count_commit(time.perf_counter() - began_s)
-                for position, (record, (reply, _)) in enumerate(zip(records, durable, strict=True)):
-                    if position in refused:
-                        self.lose([reply], refused[position])
-                    elif reply.node is None:
-                        reply.request.conversation.head = record.turn_id
-        except PensieveError as error:
-            self.lose([reply for reply, _ in durable], error)
-        for reply, reason in endings:
-            if not reply.done:
-                self._settle(reply, reason, now_s)
-        self._state_store.count(len(durable))
-        return turns
+        if self._unwritten and time.monotonic() < self._next_try_s:
+            self._hold(durable)
+        elif durable:
+            self._write(durable, now_s)
+        for reply, reason in others:
+            self._settle(reply, reason, now_s)
+        return [turn for turn in turns if turn.done]
+
+    def retry(self) -> list[Turn]:
+        """Try again to write complete turns, and return the finished ones.
+
+        If no other turn is in progress, this first waits a moment, since there is nothing else to do.
+        """
+        if not self._unwritten:
+            return []
+        if len(self._unwritten) == len(self.replies):
+            time.sleep(max(0.0, self._next_try_s - time.monotonic()))
+        return self.commit(())
 
     def cancel(self, reply: ReplyState) -> None:
         """End a turn as if it had never been sent."""
@@ -172,6 +191,46 @@ class TurnLedger:
         """Discard what a learning order has learned, in memory and in the history; raises HistoryError."""
         self._state_store.forget()
 
+    def _waiting(self) -> list[Ending]:
+        return [ending for ending, _ in self._unwritten.values()]
+
+    def _hold(self, endings: Sequence[Ending]) -> None:
+        """Take complete turns out of the batch until they can be written."""
+        until_s = time.monotonic() + LOCK_WAIT_S
+        for reply, reason in endings:
+            request = reply.request
+            if request not in self._unwritten:
+                self._cut_look_ahead(reply)
+                self._loop.hold(request)
+                self._late_rows.drop(request)
+                self._unwritten[request] = (reply, reason), until_s
+
+    def _write(self, durable: Sequence[Ending], now_s: float) -> None:
+        """Write durable turns in one transaction and finish them, or let them wait for a lock."""
+        try:
+            records = [self._record(reply, reason, now_s) for reply, reason in durable]
+            attachments = [None if reply.node is None else reply.node.attachment for reply, _ in durable]
+            began_s = time.perf_counter()
+            refused = self._store.commit(records, attachments, self.in_use)
+            self._stats.count_commit(time.perf_counter() - began_s)
+            for position, (record, (reply, _)) in enumerate(zip(records, durable, strict=True)):
+                if position in refused:
+                    self.lose([reply], refused[position])
+                elif reply.node is None:
+                    reply.request.conversation.head = record.turn_id
+        except HistoryBusyError as error:
+            self._hold(durable)
+            self._next_try_s = time.monotonic() + _RETRY_S
+            late = [one for (one, _), until_s in self._unwritten.values() if until_s < self._next_try_s]
+            self.lose(late, error)
+            return
+        except PensieveError as error:
+            self.lose([reply for reply, _ in durable], error)
+        for reply, reason in durable:
+            if not reply.done:
+                self._settle(reply, reason, now_s)
+        self._state_store.count(len(durable))
+
     def _held(self, turns: Iterable[weakref.ref[Turn]]) -> list[Turn]:
         return [turn for held in turns if (turn := held()) is not None]
 
@@ -202,8 +261,7 @@ class TurnLedger:
     def _settle(self, reply: ReplyState, reason: FinishReason, now_s: float) -> None:
         """Finish a turn that was committed or needs no commit."""
         request, conversation = reply.request, reply.request.conversation
-        # The look-ahead step may have computed one token more than the reply has; discard it.
-        del conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
+        self._cut_look_ahead(reply)
         replaced = conversation.replaced
         self._stats.num_turns_rewritten += conversation.num_replaced_computed > 0
         self._loop.settle(request, reply.finish(reason, now_s))
@@ -211,6 +269,11 @@ class TurnLedger:
         if reply.node is not None and isinstance(live, Branch):
             self._conversations.branches.settled(live, reply.node, request.num_history_tokens, replaced)
         self._leave(reply, forget=reply.is_transient)
+
+    def _cut_look_ahead(self, reply: ReplyState) -> None:
+        """Discard the token that the look-ahead step may have added behind a complete reply."""
+        request = reply.request
+        del request.conversation.token_ids[request.num_prompt_end + len(reply.token_ids) :]
 
     def _roll_back(self, reply: ReplyState, *, forget: bool = False, distrust: bool = False) -> None:
         """Remove a turn that was not stored.
@@ -230,6 +293,7 @@ class TurnLedger:
 
     def _leave(self, reply: ReplyState, *, forget: bool) -> None:
         del self.replies[reply.request]
+        self._unwritten.pop(reply.request, None)
         self._late_rows.drop(reply.request)
         self.touched.pop(reply.request, None)
         del self._turns[reply.request]  # from here on its caller may drop it

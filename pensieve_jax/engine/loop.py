@@ -154,6 +154,14 @@ class EngineLoop[Step]:
             self._transfers.wait()
         return previous
 
+    def hold(self, request: Request) -> None:
+        """Take an answered turn out of the batch; the driver calls `settle` or `withdraw` later.
+
+        Until then its pages are those of an idle conversation.
+        """
+        self.cache.truncate(request.sequence, len(request.token_ids) - 1)
+        self.scheduler.retire(request)
+
     def settle(self, request: Request, usage: Usage) -> None:
         """End an answered turn, which becomes history; a stateful engine keeps its pages."""
         conversation = request.conversation

@@ -42,7 +42,8 @@ class _Table(NamedTuple):
         return f"SELECT {', '.join(self.columns)} FROM {self.name} {self.where}"
 
 
-# Some lists show rows in the order of insertion, so copy these tables in that order.
+# Some lists show rows in the order of insertion, so copy these tables in that order. `stored_amounts` is not
+# copied: the target's triggers count its rows.
 _TABLES: Final = (
     _Table("turns", TurnRow._fields, "rowid"),
     _Table(
@@ -63,6 +64,7 @@ _TABLES: Final = (
         (
             *("owner", "response_id", "status", "turn_id", "request", "input_items", "output_item_id"),
             *("created_at_s", "expires_at_s", "completed_at_s", "background", "body_sha256", "error", "job"),
+            "starts",
         ),
         "rowid",
     ),

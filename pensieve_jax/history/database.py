@@ -25,10 +25,10 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.history import schema
 from pensieve_jax.history.connection import SQLiteConnection
+from pensieve_jax.history.store import LOCK_WAIT_S
 
 type Synchronous = Literal["normal", "full"]
 
-BUSY_TIMEOUT_S: Final = 5.0  # a backup tool may hold the file for a moment
 _MAGIC: Final = b"SQLite format 3\0"  # the first bytes of every non-empty database
 _APPLICATION_ID_BYTES: Final = slice(68, 72)  # big-endian
 _SIDE_FILE_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
@@ -77,6 +77,11 @@ def check_is_there(path: Path) -> None:
         )
 
 
+def is_locked(error: sqlite3.Error) -> bool:
+    """Return whether another program holds a lock that the statement needs."""
+    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
 def is_damage(error: sqlite3.Error) -> bool:
     """Return whether SQLite reports that the file itself is broken, not just busy, full or unreadable."""
     # The low byte is the primary error code; the higher ones distinguish variants of it.
@@ -96,7 +101,7 @@ def _connect(path: Path | None) -> SQLiteConnection:
         ":memory:" if path is None else path,
         isolation_level=None,
         check_same_thread=False,
-        timeout=BUSY_TIMEOUT_S,
+        timeout=LOCK_WAIT_S,
         factory=SQLiteConnection,
     )
 
@@ -116,8 +121,9 @@ def _accept(
         connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, False)
         connection.execute(schema.RESPONSES_BY_TREE)
         connection.execute(schema.NAMED_BY_ACTIVITY)
+        connection.execute(schema.KEPT_BY_ACTIVITY)
         if _pragma(connection, "user_version") != schema.SCHEMA_VERSION:
-            connection.execute(f"PRAGMA user_version = {schema.SCHEMA_VERSION}")
+            _upgrade(connection)
         if path is not None:
             connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
@@ -148,6 +154,17 @@ def _create(connection: sqlite3.Connection, fingerprint: str) -> None:
     connection.execute("COMMIT")
 
 
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Upgrade an older history in one transaction, so that a kill leaves it as it was or complete."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        schema.upgrade(connection)
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
 def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) -> None:
     """Raise the errors of `open_database` unless the file is a sound history of this version and model."""
     is_ours = _pragma(connection, "application_id") == schema.APPLICATION_ID
@@ -157,13 +174,13 @@ def _check(connection: sqlite3.Connection, path: Path | None, fingerprint: str) 
     findings = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
     if findings != ["ok"]:
         raise _DamageError(f"quick_check reports: {' '.join(findings[0].split())}")
-    if version not in schema.READ_VERSIONS:
+    if version not in (*schema.OLDER_VERSIONS, schema.SCHEMA_VERSION):
         raise HistoryMismatchError(
             f"history is {str(path)!r}, which has schema version {version}, but this release reads and "
             f"writes version {schema.SCHEMA_VERSION}; use the release that wrote it or choose another path. "
             "The file was not changed."
         )
-    for table, columns in schema.newest_columns().items():
+    for table, columns in schema.columns_in(version).items():
         found = schema.columns_of(connection, table)
         if found != columns:
             raise _DamageError(f"table {table} has the columns {sorted(found)} instead of {sorted(columns)}")
@@ -254,7 +271,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _cannot_open(path: Path | None, error: OSError | sqlite3.Error) -> HistoryError:
-    if (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+    if isinstance(error, sqlite3.Error) and is_locked(error):
         return HistoryLockedError(
             f"history is {str(path)!r}, which another program has locked; close that program or choose "
             "another path."

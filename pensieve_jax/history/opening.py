@@ -25,7 +25,13 @@ type Location = str | os.PathLike[str]
 
 
 class Reading(Protocol):
-    """Read-only connections to a history."""
+    """Read-only connections to a history.
+
+    Attributes:
+      is_damaged: whether a read has found the history itself damaged.
+    """
+
+    is_damaged: bool
 
     def run[T](self, work: Callable[[Connection], T]) -> T:
         """Run `work` on one consistent state of the history and return its result; raise HistoryError."""

@@ -11,7 +11,7 @@ import re
 from typing import Any, Final
 
 from pensieve_jax.core.errors import HistoryMismatchError, HistoryMissingError
-from pensieve_jax.history import schema
+from pensieve_jax.history import schema, stored_amounts
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_location import PostgresLocation
 
@@ -23,7 +23,7 @@ _WORD: Final = re.compile("|".join(rf"\b{word}\b" for word in _TYPES))
 _TYPE_CHECK: Final = re.compile(r"typeof\(\w+\) = 'blob' AND ")
 _TABLES: Final = "SELECT count(*) FROM pg_class WHERE relnamespace = to_regnamespace(?)"
 _IS_THERE: Final = "SELECT to_regclass(?) IS NOT NULL"
-_MARK_NEWEST: Final = "UPDATE meta SET value = ? WHERE key = 'schema_version' AND value <> ?"
+_MARK_NEWEST: Final = "UPDATE meta SET value = ? WHERE key = 'schema_version'"
 _META: Final = "SELECT key, value FROM meta WHERE key IN ('fingerprint', 'mark', 'schema_version')"
 
 
@@ -38,8 +38,9 @@ def open_namespace(
     # Not the lock of the history's transactions: two servers that start at once must not both create tables.
     connection.execute("SELECT pg_advisory_xact_lock(?, hashtext(?))", (schema.APPLICATION_ID, namespace))
     if _is_there(connection, namespace):
-        check(connection, location, fingerprint)
-        connection.execute(_MARK_NEWEST, (str(schema.SCHEMA_VERSION),) * 2)
+        version = check(connection, location, fingerprint, accepts_older=True)
+        if version != schema.SCHEMA_VERSION:
+            _upgrade(connection, namespace)
         return
     (num_others,) = connection.execute(_TABLES, (namespace,)).fetchone()
     if num_others:
@@ -57,23 +58,31 @@ def open_namespace(
     _create(connection, namespace, fingerprint)
 
 
-def check(connection: Connection, location: PostgresLocation, fingerprint: str | None) -> None:
-    """Raise HistoryMismatchError unless there is a history of this release and model.
+def check(
+    connection: Connection,
+    location: PostgresLocation,
+    fingerprint: str | None,
+    *,
+    accepts_older: bool = False,
+) -> int:
+    """Return the version of a history; raise HistoryMismatchError unless it is of this release and model.
 
-    With `fingerprint` None, the model and the version do not matter.
+    With `fingerprint` None, the model and the version do not matter. With `accepts_older`, the version may be
+    one that can be upgraded.
     """
     if not _is_there(connection, location.namespace):
         raise HistoryMismatchError(f"history is {location.shown!r}, where there is no history.")
     marks = dict(connection.execute(_META).fetchall())
     if marks.get("mark") != MARK:
         raise _foreign(location)
-    if fingerprint is None:
-        return
     version = int(marks["schema_version"])
-    if version not in schema.READ_VERSIONS:
+    if fingerprint is None:
+        return version
+    older = schema.OLDER_VERSIONS if accepts_older else ()
+    if version not in (*older, schema.SCHEMA_VERSION):
         raise HistoryMismatchError(
             f"history is {location.shown!r}, which has schema version {version}, but this release reads and "
-            f"writes version {schema.SCHEMA_VERSION}; use the release that made it, or give another "
+            f"writes version {schema.SCHEMA_VERSION}; {schema.how_to_read(version)}, or give another "
             "namespace: ?namespace=NAME at the end of the URL. It was not changed."
         )
     if marks["fingerprint"] != fingerprint:
@@ -82,6 +91,7 @@ def check(connection: Connection, location: PostgresLocation, fingerprint: str |
             f"use is {fingerprint!r}; load the model and tokenizer that wrote it, or give another namespace: "
             "?namespace=NAME at the end of the URL. It was not changed."
         )
+    return version
 
 
 def fingerprint_of(connection: Connection, location: PostgresLocation) -> str:
@@ -119,6 +129,8 @@ def _create(connection: Connection, namespace: str, fingerprint: str) -> None:
     connection.execute("CREATE DOMAIN blob AS bytea")
     for statement in (schema.META, *schema.TABLES):
         connection.execute(ddl(statement))
+    for statement in stored_amounts.postgres_triggers():
+        connection.execute(statement)
     marks: dict[str, Any] = {
         "mark": MARK,
         "schema_version": str(schema.SCHEMA_VERSION),
@@ -126,6 +138,23 @@ def _create(connection: Connection, namespace: str, fingerprint: str) -> None:
     }
     for pair in marks.items():
         connection.execute("INSERT INTO meta VALUES (?, ?)", pair)
+
+
+def _upgrade(connection: Connection, namespace: str) -> None:
+    """Upgrade a history of an older version to the newest one.
+
+    Servers of an earlier release may use it meanwhile: they wait for the lock, and the triggers count what
+    they write afterwards.
+    """
+    lock_alone(connection, namespace)
+    connection.execute("SET LOCAL statement_timeout = 0")  # it reads all rows
+    connection.execute(ddl(f"ALTER TABLE responses ADD COLUMN {schema.STARTS}"))
+    connection.execute(ddl(schema.KEPT_BY_ACTIVITY))
+    connection.execute(ddl(stored_amounts.TABLE))
+    connection.execute(stored_amounts.recount_in_postgres())
+    for statement in stored_amounts.postgres_triggers():
+        connection.execute(statement)
+    connection.execute(_MARK_NEWEST, (str(schema.SCHEMA_VERSION),))
 
 
 def _is_there(connection: Connection, namespace: str) -> bool:

@@ -158,6 +158,13 @@ class PostgresHistoryStore(TableHistoryStore):
             raise lost.history_error from lost
 
     def _commit(self, commits: Sequence[Commit], in_use: Collection[str]) -> Mapping[int, PensieveError]:
+        # A transaction holds the row of an owner's amounts from its first turn on. All transactions take
+        # these rows in the same order, so that none waits for one that waits for it.
+        order = sorted(range(len(commits)), key=lambda index: commits[index].row.owner)
+        refused = self._commit_in_order([commits[index] for index in order])
+        return {order[place]: why for place, why in refused.items()}
+
+    def _commit_in_order(self, commits: Sequence[Commit]) -> Mapping[int, PensieveError]:
         commits = [_with_a_short_name(commit) for commit in commits]
         with self._mutex:
             try:
@@ -205,8 +212,8 @@ class PostgresHistoryStore(TableHistoryStore):
             with session.pipelined() as connection:
                 connection.execute("BEGIN")
                 postgres_schema.lock_together(connection, self._location.namespace)
-                for index, commit in enumerate(commits):
-                    table_store.append(connection, commit, f"turns[{index}]")
+                for commit in commits:
+                    table_store.append(connection, commit)
                 connection.execute("COMMIT")
             return True
         except PensieveError:

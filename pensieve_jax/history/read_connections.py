@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
-from pensieve_jax.core.errors import HistoryError, HistoryMismatchError
+from pensieve_jax.core.errors import HistoryCorruptError, HistoryError, HistoryMismatchError
 from pensieve_jax.history import schema
 from pensieve_jax.history.connection import Connection, SQLiteConnection
+from pensieve_jax.history.database import is_damage
+from pensieve_jax.history.failure_log import FailureLog
 
 BUSY_TIMEOUT_S: Final = 1.0  # a reader only waits while the writer opens or closes the file
 MAX_IDLE: Final = 8
@@ -25,7 +27,11 @@ MAX_IDLE: Final = 8
 
 
 class ReadConnections[C](ABC):
-    """Read-only connections to one history. Thread-safe."""
+    """Read-only connections to one history. Thread-safe.
+
+    Attributes:
+      is_damaged: whether a read has found the history itself damaged.
+    """
 
     _NUM_TRIES: ClassVar[int] = 1
     """How often a failing read is tried, each time with another connection."""
@@ -35,6 +41,8 @@ class ReadConnections[C](ABC):
         self._shown = shown
         self._mutex = threading.Lock()
         self._is_closed = False
+        self.is_damaged = False
+        self._failure_log = FailureLog()
         self._idle: list[C] = [self._opened()]
 
     def run[T](self, work: Callable[[C], T]) -> T:
@@ -60,7 +68,9 @@ class ReadConnections[C](ABC):
             has_failed = False
             return result
         except self._failures() as error:
-            raise self._as_history_error(error) from error
+            history_error = self._as_history_error(error)
+            self._failure_log.note(history_error)
+            raise history_error from error
         except HistoryError:
             raise
         except Exception:
@@ -147,6 +157,12 @@ class SQLiteReadConnections(ReadConnections[SQLiteConnection]):
         return (sqlite3.Error,)
 
     def _as_history_error(self, error: Exception) -> HistoryError:
+        if isinstance(error, sqlite3.Error) and is_damage(error):
+            self.is_damaged = True
+            return HistoryCorruptError(
+                f"history is {self._shown!r}, which was damaged while it was open ({error}); it "
+                "stores nothing more. Close it; opening it again moves the damaged file aside."
+            )
         return HistoryError(f"history is {self._shown!r}, which could not be read ({error}).")
 
 
@@ -174,10 +190,10 @@ def _check(connection: Connection, shown: str, fingerprint: str) -> None:
     application_id, version = marks
     if application_id != schema.APPLICATION_ID:
         raise HistoryMismatchError(f"history is {shown!r}, which is not a history.")
-    if version not in schema.READ_VERSIONS:
+    if version != schema.SCHEMA_VERSION:
         raise HistoryMismatchError(
             f"history is {shown!r}, which has schema version {version}, but this release reads version "
-            f"{schema.SCHEMA_VERSION}; use the release that wrote it."
+            f"{schema.SCHEMA_VERSION}; {schema.how_to_read(version)}."
         )
     (written_by,) = connection.execute("SELECT value FROM meta WHERE key = 'fingerprint'").fetchone()
     if written_by != fingerprint:

@@ -20,12 +20,13 @@ from typing import Any, Final, Literal, Self
 from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError, UnknownTurnError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
-from pensieve_jax.history import codec, opening, turns_table
+from pensieve_jax.history import codec, opening, stored_amounts, turns_table
 from pensieve_jax.history import trees as response_trees
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.history.server_tables import idempotency_table, responses_table, server_conversations
-from pensieve_jax.history.server_tables.changes import ConversationRow, ItemRow, ResponseRecord
+from pensieve_jax.history.server_tables.changes import ConversationRow, Expire, ItemRow, ResponseRecord
+from pensieve_jax.history.stored_amounts import StoredAmounts
 from pensieve_jax.text.messages import Message
 
 type Order = Literal["asc", "desc"]
@@ -108,6 +109,11 @@ class HistoryReader:
         self.claims = opening.claims_of(history)
         self._run = self._connections.run
 
+    @property
+    def is_damaged(self) -> bool:
+        """Whether a read has found the history itself damaged."""
+        return self._connections.is_damaged
+
     # Responses
 
     def response(self, owner: str, response_id: str) -> ResponseRecord:
@@ -143,8 +149,8 @@ class HistoryReader:
     ) -> KnownRequest | None:
         """Return the request that was sent with an unexpired key.
 
-        With `conversation_id`, a request that appended items to that conversation; otherwise a request for a
-        response.
+        With `conversation_id`, a request that appended items to that conversation, or with `NEW_CONVERSATION`
+        one that created a conversation; otherwise a request for a response.
         """
         row = self._run(
             lambda connection: idempotency_table.find(connection, owner, key, now_s, conversation_id)
@@ -162,9 +168,14 @@ class HistoryReader:
         row = self._run(lambda connection: connection.execute(query, values).fetchone())
         return None if row is None else responses_table.unpack(row)
 
-    def has_expired(self, now_s: float) -> bool:
-        """Return whether an `Expire` would find an expired response or key."""
-        return self._run(lambda connection: responses_table.has_expired(connection, now_s))
+    def has_expired(self, change: Expire) -> bool:
+        """Return whether the change would delete something."""
+
+        def work(connection: Connection) -> bool:
+            idle = server_conversations.first_idle(connection, change.now_s, change.idle_s, change.busy)
+            return idle is not None or responses_table.has_expired(connection, change.now_s)
+
+        return self._run(work)
 
     def unfinished_background(self) -> list[ResponseRecord]:
         """Return every owner's queued responses with their jobs, in order of arrival."""
@@ -224,6 +235,32 @@ class HistoryReader:
         return self._run(
             lambda connection: server_conversations.find_item(connection, owner, conversation_id, item_id)
         )
+
+    # What owners store
+
+    def stored_by(self, owner: str) -> StoredAmounts:
+        """Return what an owner stores."""
+        return self._run(lambda connection: stored_amounts.find(connection, owner))
+
+    def stored_by_all(self) -> StoredAmounts:
+        """Return what all owners store together."""
+        return self._run(stored_amounts.total)
+
+    def oldest_conversations(self, owner: str, limit: int) -> list[tuple[str, float, float]]:
+        """Return id, time of creation and time of last activity of conversations, the longest idle first."""
+        query = (
+            "SELECT conversation_id, created_at_s, last_active_s FROM conversations "
+            "WHERE owner = ? AND metadata IS NOT NULL ORDER BY last_active_s, conversation_id LIMIT ?"
+        )
+        return self._run(lambda connection: connection.execute(query, (owner, limit)).fetchall())
+
+    def oldest_responses(self, owner: str, limit: int) -> list[tuple[str, float, str]]:
+        """Return id, time of creation and status of responses, the oldest first."""
+        query = (
+            "SELECT response_id, created_at_s, status FROM responses WHERE owner = ? "
+            "ORDER BY created_at_s, response_id LIMIT ?"
+        )
+        return self._run(lambda connection: connection.execute(query, (owner, limit)).fetchall())
 
     # Trees of responses
 

@@ -12,10 +12,16 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Final
 
+from pensieve_jax.history import stored_amounts
+
 APPLICATION_ID: Final = 0x50454E53  # "PENS", at byte 68 of the file
-SCHEMA_VERSION: Final = 3
-READ_VERSIONS: Final = (2, SCHEMA_VERSION)
-"""Versions that are read. In version 2 no turn replaced tokens; a store marks it as 3."""
+SCHEMA_VERSION: Final = 4
+OLDER_VERSIONS: Final = (2, 3)
+"""Versions that a store changes to the newest one when it opens them.
+
+In version 2 no turn replaced tokens. Until version 3, responses did not count their starts, and what each
+owner stores was not counted.
+"""
 
 META: Final = "CREATE TABLE meta(key TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL)"
 
@@ -30,6 +36,13 @@ NAMED_BY_ACTIVITY: Final = (
     "CREATE INDEX IF NOT EXISTS named_by_activity "
     "ON conversations(owner, last_active_s DESC, conversation_id) WHERE metadata IS NULL"
 )
+
+# Lists a server's conversations by idle time, for those that expire.
+KEPT_BY_ACTIVITY: Final = (
+    "CREATE INDEX IF NOT EXISTS kept_by_activity ON conversations(last_active_s) WHERE metadata IS NOT NULL"
+)
+
+STARTS: Final = "starts INTEGER NOT NULL DEFAULT 0 CHECK (starts >= 0)"
 
 # The CHECKs are part of what quick_check verifies. Every key begins with the owner: no look-up finds another
 # owner's rows, and a look-up takes as long for them as for rows that do not exist.
@@ -48,11 +61,14 @@ NAMED_BY_ACTIVITY: Final = (
 # `job` of a queued response is what is needed to run it; once it has a reply, the log-probabilities of its
 # tokens (`codec.pack_logprobs`), if they were requested.
 #
+# `starts` of a response counts its runs without a known end; see `server.openai.responses.background`.
+#
 # `response_id` of a key is that of the response to its request, or the name of the items that its request
 # appended.
 #
 # `released`: turns that nothing in the file needed while a running turn continued them.
 TABLES: Final = (
+    stored_amounts.TABLE,
     """CREATE TABLE turns(
   owner TEXT NOT NULL,
   turn_id TEXT NOT NULL CHECK (length(turn_id) = 32),
@@ -88,6 +104,7 @@ TABLES: Final = (
 )""",
     "CREATE INDEX conversations_by_head ON conversations(owner, head_turn) WHERE head_turn IS NOT NULL",
     NAMED_BY_ACTIVITY,
+    KEPT_BY_ACTIVITY,
     """CREATE TABLE items(
   owner TEXT NOT NULL,
   conversation_id TEXT NOT NULL,
@@ -97,7 +114,7 @@ TABLES: Final = (
   PRIMARY KEY (owner, conversation_id, position)
 )""",
     "CREATE UNIQUE INDEX items_by_id ON items(owner, conversation_id, item_id)",
-    """CREATE TABLE responses(
+    f"""CREATE TABLE responses(
   owner TEXT NOT NULL,
   response_id TEXT NOT NULL,
   status TEXT NOT NULL CHECK (status IN ('queued', 'completed', 'incomplete', 'cancelled', 'failed')),
@@ -112,6 +129,7 @@ TABLES: Final = (
   body_sha256 TEXT NOT NULL,
   error TEXT,
   job BLOB,
+  {STARTS},
   PRIMARY KEY (owner, response_id)
 )""",
     RESPONSES_BY_TREE,
@@ -135,16 +153,45 @@ TABLES: Final = (
 def create_tables(connection: sqlite3.Connection, *, fingerprint: str) -> None:
     """Create an empty history of the newest version; the caller holds a transaction."""
     connection.execute(META)
-    for statement in TABLES:
+    for statement in (*TABLES, *stored_amounts.sqlite_triggers()):
         connection.execute(statement)
     connection.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (fingerprint,))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Upgrade a history of an older version to the newest one; the caller holds a transaction.
+
+    Reads all rows once, to count what each owner stores.
+    """
+    connection.execute(f"ALTER TABLE responses ADD COLUMN {STARTS}")
+    connection.execute(stored_amounts.TABLE)
+    connection.execute(stored_amounts.recount_in_sqlite())
+    for statement in stored_amounts.sqlite_triggers():
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
 def columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
     """Return the names of a table's columns; empty if the table does not exist."""
     return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+
+
+def how_to_read(version: int) -> str:
+    """Return what to do with a history of another version than the newest one, without a full stop."""
+    if version in OLDER_VERSIONS:
+        return "open it once with a server or an LLM of this release, which changes it to that version"
+    return "use the release that wrote it"
+
+
+def columns_in(version: int) -> Mapping[str, frozenset[str]]:
+    """Return the columns by table of a history of a version that is read."""
+    columns = newest_columns()
+    if version == SCHEMA_VERSION:
+        return columns
+    older = {table: names for table, names in columns.items() if table != "stored_amounts"}
+    return older | {"responses": columns["responses"] - {"starts"}}
 
 
 @functools.cache

@@ -16,10 +16,17 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from pensieve_jax.core.errors import ConfigError, HistoryCorruptError, HistoryError, PensieveError
+from pensieve_jax.core.errors import (
+    ConfigError,
+    HistoryBusyError,
+    HistoryCorruptError,
+    HistoryError,
+    PensieveError,
+)
 from pensieve_jax.history import database, table_store, turns_table
 from pensieve_jax.history.connection import Connection, SQLiteConnection
 from pensieve_jax.history.lock import FileLock
+from pensieve_jax.history.store import LOCK_WAIT_S
 from pensieve_jax.history.table_store import Commit, TableHistoryStore
 
 
@@ -90,7 +97,7 @@ class SQLiteHistoryStore(TableHistoryStore):
                 turns_table.collect_released(connection, in_use)
             return refused
 
-        return self._transact(change)
+        return self._transact(change, lock_wait_s=0.0)
 
     def _run[T](self, work: Callable[[SQLiteConnection], T]) -> T:
         """Run `work` alone on the connection; turn errors of SQLite into errors of the history."""
@@ -101,9 +108,11 @@ class SQLiteHistoryStore(TableHistoryStore):
                 return work(self._connection)
             except sqlite3.Error as error:
                 if database.is_damage(error):
-                    raise HistoryCorruptError(
-                        f"history is {str(self._path)!r}, which was damaged while it was open ({error}). "
-                        "Close it; opening it again moves the damaged file aside."
+                    raise self._damaged(str(error)) from error
+                if database.is_locked(error):
+                    raise HistoryBusyError(
+                        f"history is {str(self._path)!r}, which another program has locked for writing; "
+                        "nothing of this call was stored. Close that program, or try again."
                     ) from error
                 raise HistoryError(
                     f"history is {str(self._path)!r}, which could not be read or written ({error}); nothing "
@@ -111,12 +120,18 @@ class SQLiteHistoryStore(TableHistoryStore):
                     "again."
                 ) from error
 
-    def _transact[T](self, change: Callable[[SQLiteConnection], T]) -> T:
-        """Run `change` in a transaction; roll back if it raises anything, KeyboardInterrupt included."""
+    def _transact[T](self, change: Callable[[SQLiteConnection], T], lock_wait_s: float | None = None) -> T:
+        """Run `change` in a transaction; roll back if it raises anything, KeyboardInterrupt included.
+
+        It waits `lock_wait_s` seconds for a lock of another program; None means `self.lock_wait_s`.
+        """
+        if self.is_damaged:  # SQLite would still write other pages of the file
+            raise self._damaged("an earlier call found this")
+        wait_s = self.lock_wait_s if lock_wait_s is None else lock_wait_s
 
         def transaction(connection: SQLiteConnection) -> T:
             try:
-                connection.execute("BEGIN IMMEDIATE")
+                _begin(connection, wait_s)
                 result = change(connection)
                 connection.execute("COMMIT")
                 return result
@@ -125,3 +140,23 @@ class SQLiteHistoryStore(TableHistoryStore):
                     connection.execute("ROLLBACK")
 
         return self._run(transaction)
+
+    def _damaged(self, reason: str) -> HistoryCorruptError:
+        """Record damage and return the error."""
+        self.is_damaged = True
+        return HistoryCorruptError(
+            f"history is {str(self._path)!r}, which was damaged while it was open ({reason}); it "
+            "stores nothing more. Close it; opening it again moves the damaged file aside."
+        )
+
+
+def _begin(connection: SQLiteConnection, lock_wait_s: float) -> None:
+    """Begin a transaction with the lock for writing; the wait for it is that of this statement only."""
+    if lock_wait_s == LOCK_WAIT_S:  # the connection's own
+        connection.execute("BEGIN IMMEDIATE")
+        return
+    connection.execute(f"PRAGMA busy_timeout = {round(1e3 * lock_wait_s)}")
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {round(1e3 * LOCK_WAIT_S)}")

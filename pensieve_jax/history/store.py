@@ -27,6 +27,10 @@ CUT_FINISH_REASON: Final = "truncated"
 """`finish_reason` of a turn that `truncate` has cut; other turns never have it."""
 
 
+LOCK_WAIT_S: Final = 5.0
+"""How long a change waits for a lock of another program, such as a backup tool."""
+
+
 type TurnKey = tuple[str, str]
 """Owner and id of a turn."""
 
@@ -127,10 +131,16 @@ class HistoryStore(Protocol):
     Attributes:
       is_shared: whether other processes may change the history at any time, so that copies of a conversation
         in memory may be out of date.
+      lock_wait_s: how long a change waits for another program's lock before it raises HistoryBusyError.
+        `commit` never waits.
+      is_damaged: whether the history was found damaged since it was opened. It then refuses every change.
 
     Threads: the engine thread calls everything; `conversations`, `info`, `load`, `load_turn` and `has_turn`
     may also be called from other threads at any time and see either all of a commit or nothing of it.
     """
+
+    lock_wait_s: float
+    is_damaged: bool
 
     @property
     def is_shared(self) -> bool: ...
@@ -190,7 +200,8 @@ class HistoryStore(Protocol):
 
         Raises InvalidRequestError, before anything is written, for a value of a turn that cannot be stored or
         a `turn_index` that is not the path's next. Raises HistoryError if nothing was stored, or if that is
-        unknown (`HistoryUnavailableError.may_be_kept`).
+        unknown (`HistoryUnavailableError.may_be_kept`). Never waits for a lock of another program: it raises
+        HistoryBusyError, and the caller tries again.
         """
         ...
 

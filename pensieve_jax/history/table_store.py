@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import ClassVar, NamedTuple, Self
 
 from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, PensieveError
-from pensieve_jax.history import codec, named_conversations, turns_table
+from pensieve_jax.history import codec, named_conversations, stored_amounts, turns_table
 from pensieve_jax.history.connection import Connection
-from pensieve_jax.history.server_tables import responses_table, server_conversations
+from pensieve_jax.history.server_tables import clock_guard, quotas, responses_table, server_conversations
 from pensieve_jax.history.server_tables.changes import (
     AppendItems,
     CreateConversation,
@@ -28,10 +28,20 @@ from pensieve_jax.history.server_tables.changes import (
     HistoryChange,
     QueueResponse,
     ResponseDraft,
+    StartResponse,
+    TakeBackStart,
     UpdateConversation,
 )
-from pensieve_jax.history.store import ConversationInfo, ConversationRecord, Cut, TurnKey, TurnRecord
+from pensieve_jax.history.store import (
+    LOCK_WAIT_S,
+    ConversationInfo,
+    ConversationRecord,
+    Cut,
+    TurnKey,
+    TurnRecord,
+)
 
+_LIMITED = (QueueResponse, CreateConversation, UpdateConversation, AppendItems)
 _NOTES = "note:"  # prefix of the names of notes among the keys of `meta`
 
 
@@ -39,11 +49,13 @@ class Commit(NamedTuple):
     """A turn to add, checked and packed.
 
     Attributes:
+      field: the turn's name in errors, such as "turns[0]".
       items: the items that it adds to the conversation of `draft`, those of its reply included.
       logprobs: packed log-probabilities of its reply, which are stored with `draft`.
       refusal: why its attachment cannot be stored.
     """
 
+    field: str
     conversation_id: str
     row: codec.TurnRow
     keep: int | None
@@ -57,6 +69,8 @@ class TableHistoryStore(ABC):
     """A `HistoryStore` without its transactions. See the protocol for the contract of each method."""
 
     is_shared: ClassVar[bool] = False
+    lock_wait_s: float = LOCK_WAIT_S
+    is_damaged: bool = False
 
     def conversations(self) -> list[ConversationInfo]:
         """Return all named conversations, the most recently active first, equal times by id."""
@@ -197,7 +211,7 @@ def append_all(connection: Connection, commits: Sequence[Commit]) -> dict[int, P
             continue
         connection.execute("SAVEPOINT placed")
         try:
-            append(connection, commit, f"turns[{index}]")
+            append(connection, commit)
         except PensieveError as error:
             if commit.conversation_id and not isinstance(error, ConversationChangedError):
                 raise
@@ -207,12 +221,12 @@ def append_all(connection: Connection, commits: Sequence[Commit]) -> dict[int, P
     return refused
 
 
-def append(connection: Connection, commit: Commit, field: str) -> None:
+def append(connection: Connection, commit: Commit) -> None:
     """Add one turn with its attachment; raise the reason if it is refused."""
     if commit.conversation_id:
-        named_conversations.append(connection, commit.conversation_id, commit.row, commit.keep, field)
+        named_conversations.append(connection, commit.conversation_id, commit.row, commit.keep, commit.field)
         return
-    turns_table.insert_placed(connection, commit.row, commit.keep, field)
+    turns_table.insert_placed(connection, commit.row, commit.keep, commit.field)
     if commit.draft is not None:
         responses_table.complete(connection, commit.draft, commit.items, commit.row, commit.logprobs)
 
@@ -223,22 +237,23 @@ def moves_heads(commits: Sequence[Commit]) -> bool:
 
 
 def _prepare(turn: TurnRecord, attachment: object, index: int) -> Commit:
-    row = codec.pack_turn(turn, f"turns[{index}]")
+    name = f"turns[{index}]"
+    row = codec.pack_turn(turn, name)
     if attachment is None:
         # Nothing else will need it, so it is kept for itself.
         placed = row if turn.conversation_id else row._replace(kept=1)
-        return Commit(turn.conversation_id, placed, turn.keep, None, (), None)
+        return Commit(name, turn.conversation_id, placed, turn.keep, None, (), None)
     field = f"attachments[{index}]"
     try:
         if turn.conversation_id:
             raise InvalidRequestError(field, attachment, "None for a turn of a named conversation")
         draft, items = responses_table.check_draft(attachment, turn.owner, field)
     except InvalidRequestError as error:
-        return Commit("", row, turn.keep, None, (), error)
+        return Commit(name, "", row, turn.keep, None, (), error)
     if draft.conversation is not None:
         items = [*items, *server_conversations.packed_reply(draft.output_item_id, row)]
     logprobs = None if turn.logprobs is None else codec.pack_logprobs(turn.logprobs)
-    return Commit("", row, turn.keep, draft, items, None, logprobs)
+    return Commit(name, "", row, turn.keep, draft, items, None, logprobs)
 
 
 def _check_texts(change: HistoryChange) -> None:
@@ -251,17 +266,32 @@ def _check_texts(change: HistoryChange) -> None:
 
 
 def _apply(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> list[TurnKey]:
-    """Make a change; return the turns that were removed."""
+    """Make a change within its quota, if it has one; return the turns that were removed."""
+    if not isinstance(change, _LIMITED) or change.quota is None:
+        return _apply_anyhow(connection, change, in_use)
+    before = stored_amounts.find(connection, change.owner)
+    removed = _apply_anyhow(connection, change, in_use)
+    quotas.check_growth(before, stored_amounts.find(connection, change.owner), change.quota)
+    return removed
+
+
+def _apply_anyhow(connection: Connection, change: HistoryChange, in_use: Collection[str]) -> list[TurnKey]:
     removed: list[TurnKey] = []
     match change:
         case QueueResponse():
             responses_table.queue(connection, change)
+        case StartResponse():
+            responses_table.start(connection, change)
+        case TakeBackStart():
+            responses_table.take_back_start(connection, change)
         case EndResponse():
             removed = responses_table.end(connection, change, in_use)
         case DeleteResponse():
             removed = responses_table.delete(connection, change, in_use)
         case Expire():
+            clock_guard.check(connection, change)
             removed = responses_table.expire(connection, change, in_use)
+            removed += server_conversations.expire(connection, change, in_use)
         case CreateConversation():
             server_conversations.create(connection, change)
         case UpdateConversation():

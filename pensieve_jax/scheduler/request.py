@@ -30,7 +30,7 @@ class RequestStatus(Enum):
 
     WAITING = "waiting"  # new or suspended
     RUNNING = "running"  # in the batch
-    FINISHING = "finishing"  # its last token was granted, but the id is not known yet
+    FINISHING = "finishing"  # its last token was granted: the id is not known, or the turn not stored yet
     FINISHED = "finished"  # stopped, cancelled or failed: results of steps in flight are ignored
 
 

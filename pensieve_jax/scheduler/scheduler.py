@@ -90,13 +90,21 @@ class Scheduler:
         The caller has truncated the sequence to its valid tokens. Its pages can be reallocated at once, since
         steps in flight run before the steps that overwrite them.
         """
+        self.retire(request)
+        request.status = RequestStatus.FINISHED
+
+    def retire(self, request: Request) -> None:
+        """Take a request whose reply is complete out of the batch and unpin its conversation.
+
+        The caller has truncated the sequence to its valid tokens, and calls `remove` later.
+        """
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         elif request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
         if request.status is not RequestStatus.FINISHING:
             self._cache.release(request.sequence)
-        request.status = RequestStatus.FINISHED
+        request.status = RequestStatus.FINISHING
 
     def take_back_sample(self, request: Request) -> None:
         """Make the next step repeat what the last scheduled one samples for a running request.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from typing import TYPE_CHECKING
@@ -19,12 +20,13 @@ from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
-from pensieve_jax.server import cache_view, operations, page
+from pensieve_jax.server import cache_view, operations, page, stored_view
 from pensieve_jax.server.allocator import return_free_memory, return_large_blocks
 from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import HistoryTurns, TurnIndex
+from pensieve_jax.server.history_guard import HistoryGuard
 from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.http.keys import ApiKeys
@@ -43,7 +45,7 @@ from pensieve_jax.text.token_texts import TokenTexts
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 _log = logging.getLogger(__name__)
-MODULES = (chat, completions, messages, operations, cache_view, page)
+MODULES = (chat, completions, messages, operations, cache_view, stored_view, page)
 ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 
 
@@ -102,11 +104,13 @@ def make_services(
     metrics = Metrics(settings.served_model_name or info.model_name)
     metrics.engine.slot_bytes = info.slot_bytes
     index = TurnIndex(HistoryTurns(history, ReplyReader(tokenizer)), max_bytes=settings.max_index_bytes)
+    guard = HistoryGuard(engine, history)
     return Services(
-        engine=engine,
+        engine=guard,
+        is_history_damaged=lambda: guard.is_damaged,
         settings=settings,
         keys=keys,
-        limits=TurnAdmission(engine, settings, clock.now),
+        limits=TurnAdmission(engine, settings, time.monotonic),
         ledger=Ledger(settings.resource_budgets(), has_keys=settings.api_keys_file is not None),
         metrics=metrics,
         tokenizer=tokenizer,

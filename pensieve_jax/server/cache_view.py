@@ -23,6 +23,8 @@ from pensieve_jax.server.turns.sampling import token_sources
 
 _PERIOD_S: Final = 0.25
 """Interval between two maps of a stream."""
+_GLOBAL: Final = ("free_gpu_pages", "free_cpu_pages")
+"""Values of a map that tell about all owners."""
 _NUM_TREES: Final = 100
 _MAX_TREES: Final = 1000
 _MAX_TURNS: Final = 1000
@@ -66,6 +68,9 @@ async def _maps(call: HttpRequest, first: dict[str, Any]) -> AsyncGenerator[byte
 async def _map(call: HttpRequest) -> dict[str, Any]:
     engine = call.services.engine
     chunks: dict[str, Any] = await engine.call("chunk_map", call.owner)
+    if not call.is_operator:  # the free pages change with every turn of others
+        for name in _GLOBAL:
+            chunks.pop(name, None)
     return chunks
 
 
@@ -126,8 +131,17 @@ async def _of_turn(call: HttpRequest, name: str, response_id: str) -> Any:
 
 
 async def stats(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/stats: report the engine's counters since its start, and sizes of front-end tables."""
+    """GET /v1/pensieve/stats: report the engine's counters since its start, and sizes of front-end tables.
+
+    A key that is not an operator's gets the numbers of its owner.
+    """
     engine, limits = call.services.engine, call.services.limits
+    info = engine.info
+    sizes = {name: getattr(info, name) for name in ("chunk_tokens", "chunk_bytes", "slot_bytes")}
+    sizes["device"] = info.description.get("device")
+    if not call.is_operator:
+        counts = call.services.metrics.counts_of(call.owner)
+        return json_reply({**counts, **sizes, "tables": {"turns_in_flight": limits.in_flight(call.owner)}})
     counters = await engine.call("stats")
     tables = {
         **{name: num_rows() for name, num_rows in call.services.tables.items()},
@@ -136,9 +150,7 @@ async def stats(call: HttpRequest) -> HttpResponse:
         "owners_in_flight": limits.num_owners,
         "tasks": len(asyncio.all_tasks()),
     }
-    info = engine.info
-    sizes = {name: getattr(info, name) for name in ("chunk_tokens", "chunk_bytes", "slot_bytes")}
-    return json_reply({**counters, **sizes, "device": info.description.get("device"), "tables": tables})
+    return json_reply({**counters, **sizes, "tables": tables})
 
 
 async def trees(call: HttpRequest) -> HttpResponse:

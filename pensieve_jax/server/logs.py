@@ -1,8 +1,8 @@
 """The log of a server: ids, counts and times, but never text of a prompt or reply.
 
-Owns: the two line formats, JSON for programs and short text for terminals, and which parts of an error are
-logged.
-Does not know: where lines go beyond a stream.
+Owns: the two line formats, JSON for programs and short text for terminals, which parts of an error are
+logged, and the end of the log.
+Does not know: where lines go beyond a stream, or how they are queued (`log_writer`).
 
 An exception's message may quote a prompt. Therefore only its class and the place where it was raised are
 logged.
@@ -11,6 +11,7 @@ logged.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import sys
 import threading
@@ -21,10 +22,14 @@ from typing import Any, Final, Literal, TextIO
 
 import msgspec
 
+from pensieve_jax.server.log_writer import LogWriter
+
 LOGGER = logging.getLogger("pensieve_jax.server")
 _FIELDS = "fields"
 _QUIET: Final = ("GET", "HEAD")
 _ENGINES: Final = ("pensieve_jax", "jax")  # loggers of an engine, shown from WARNING up
+_FLUSH_S: Final = 1.0  # how long the end of the process waits for the reader of the log
+_writers: dict[int, LogWriter] = {}  # by file descriptor
 type LogFormat = Literal["auto", "json", "text"]
 
 
@@ -92,9 +97,13 @@ def is_text(log_format: LogFormat, stream: TextIO) -> bool:
 
 
 def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: LogFormat = "json") -> None:
-    """Write the logs of this server and of its libraries to one stream (default: stderr) and nowhere else."""
+    """Write the logs of this server and of its libraries to one place and nowhere else.
+
+    By default this is stderr, through a queue: a log call never waits for the reader of the log.
+    """
+    handler = _stderr_writer() if stream is None else logging.StreamHandler(stream)
     stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler.filters.clear()
     if is_text(log_format, stream):
         handler.setFormatter(TextLines())
         handler.addFilter(_Worth())
@@ -109,6 +118,27 @@ def log_to(stream: TextIO | None = None, level: int = logging.INFO, log_format: 
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(max(level, logging.WARNING))
+
+
+def flush_log() -> None:
+    """Wait up to a second until the lines so far are written. A normal exit calls this by itself."""
+    for writer in _writers.values():
+        writer.flush_for(_FLUSH_S)
+
+
+def num_dropped_lines() -> int:
+    """Return the number of lines that this process dropped because the reader of its log had stopped."""
+    return sum(writer.num_dropped for writer in _writers.values())
+
+
+def _stderr_writer() -> logging.Handler:
+    try:
+        descriptor = sys.stderr.fileno()
+    except (OSError, ValueError):  # a stream of a test has no descriptor
+        return logging.StreamHandler(sys.stderr)
+    if not _writers:
+        atexit.register(flush_log)
+    return _writers.setdefault(descriptor, LogWriter(descriptor))
 
 
 def log_uncaught() -> None:

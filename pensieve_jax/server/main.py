@@ -33,7 +33,7 @@ from starlette.types import ASGIApp
 from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.http.connections import RequestHeadLimits
-from pensieve_jax.server.logs import log_end_of_task
+from pensieve_jax.server.logs import flush_log, log_end_of_task
 from pensieve_jax.server.watchdog import watch
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
@@ -181,6 +181,7 @@ def leave(status: int) -> int:
     that parses a long request body cannot be interrupted.
     """
     if status == EXIT_AT_ONCE:
+        flush_log()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # the reader has closed the stream
                 stream.flush()

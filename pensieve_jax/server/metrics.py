@@ -11,6 +11,8 @@ fixed lists, never client input. Counters of a restarted engine begin at zero, w
 
 from __future__ import annotations
 
+from collections import Counter as Counts
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +24,7 @@ from prometheus_client.registry import Collector
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.engine.stats import COMMIT_S_BOUNDS, STEP_TOKENS_BOUNDS
+from pensieve_jax.server.logs import num_dropped_lines
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST_TOKEN_S = (
@@ -46,6 +49,14 @@ _FIRST_TOKEN_S = (
     80,
 )
 _BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 1, 2.5, 5)
+_OWNERS_COUNTS: Final = (
+    "prompt_tokens",
+    "reused_gpu_tokens",
+    "swapped_in_tokens",
+    "recomputed_tokens",
+    "prefilled_tokens",
+    "output_tokens",
+)
 _REQUEST_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -54,12 +65,14 @@ class Metrics:
 
     Attributes:
       engine: the metrics that the engine counts itself.
+      by_owner: turns that ended successfully, and their tokens by origin, of each owner of a key.
     """
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._label = {"model_name": model_name}
         self._children: dict[tuple[Any, str], Any] = {}
+        self.by_owner: defaultdict[str, Counts[str]] = defaultdict(Counts)
         self.engine = EngineReport(model_name)
         self.registry.register(self.engine)
         self._success = self._counter(
@@ -113,6 +126,13 @@ class Metrics:
         self._front_waiting = self._gauge("pensieve:front_waiting", "Turns in the front end's queue.")
         self._held = self._gauge("pensieve:budget_held", "What open requests hold of a resource.", "resource")
         self._budget = self._gauge("pensieve:budget", "What requests may hold of a resource.", "resource")
+        self._stored = {
+            name: self._gauge(f"pensieve:stored_{name}", f"Stored {name} of all keys.")
+            for name in ("conversations", "responses", "bytes")
+        }
+        self._expiry_suspended = self._gauge(
+            "pensieve:expiry_suspended", "1 while nothing expires, because the clock is ahead of the history."
+        )
         self._num_deltas = self._num_delta_tokens = 0
 
     def render(self, num_waiting: int = 0, budgets: Mapping[str, tuple[int, int]] | None = None) -> bytes:
@@ -139,6 +159,17 @@ class Metrics:
         """Record a request that was refused with 429 or 503; `code` is the error's code."""
         self._child(self._refused, code).inc()
 
+    def stored(self, num_conversations: int, num_responses: int, num_bytes: int) -> None:
+        """Record what all owners store in the history."""
+        for gauge, amount in zip(
+            self._stored.values(), (num_conversations, num_responses, num_bytes), strict=True
+        ):
+            gauge.set(amount)
+
+    def expiry_suspended(self, is_suspended: bool) -> None:
+        """Record whether deletions wait until the clock is confirmed."""
+        self._expiry_suspended.set(is_suspended)
+
     def first_token(self, seconds: float) -> None:
         """Record that a reply began `seconds` after its request."""
         self._first_token_s.observe(seconds)
@@ -155,12 +186,18 @@ class Metrics:
         if num_tokens:
             self._between_s.observe(seconds / num_tokens)
 
-    def finished(self, output: Output, seconds: float, *, counts_context: bool = True) -> None:
-        """Record a turn that ended successfully, `seconds` after its request.
+    def finished(
+        self, output: Output, seconds: float, *, owner: str = "", counts_context: bool = True
+    ) -> None:
+        """Record a turn of `owner` that ended successfully, `seconds` after its request.
 
         The context counts if `counts_context`; of several replies to a prompt, it counts for one.
         """
         usage = output.usage
+        counts = self.by_owner[owner]
+        counts["num_turns_finished"] += 1
+        for name in _OWNERS_COUNTS:
+            counts[name] += getattr(usage, name)
         computed = usage.recomputed_tokens + usage.prefilled_tokens
         found = usage.reused_gpu_tokens + usage.swapped_in_tokens
         self._request_s.observe(seconds)
@@ -185,6 +222,11 @@ class Metrics:
         }
         for source, num_tokens in tiers.items():
             self._child(self._history, source).inc(num_tokens)
+
+    def counts_of(self, owner: str) -> dict[str, int]:
+        """Return the counts of an owner's turns since the start."""
+        counts = self.by_owner.get(owner, Counts())
+        return {name: counts[name] for name in ("num_turns_finished", *_OWNERS_COUNTS)}
 
     def matched(self, kind: str) -> None:
         """Record how a context's earlier turn was found: by "id", "message", "chunk", or "none"."""
@@ -332,6 +374,7 @@ class EngineReport(Collector):
         )
         usage = self._used("num_free_cpu_pages", "num_cpu_pages")
         yield self._gauge("pensieve:cpu_cache_usage_perc", "Share of CPU slots in use; 1 is all.", usage)
+        yield self._log_lines()
         yield self._chunks()
         yield self._tier_bytes()
         yield from self._by_replica()
@@ -366,6 +409,13 @@ class EngineReport(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _log_lines(self) -> Metric:
+        text = "Lines of the log that were dropped because its reader had stopped, by process."
+        family = CounterMetricFamily("pensieve:log_lines_dropped", text, labels=["model_name", "process"])
+        family.add_metric([self._model_name, "front"], float(num_dropped_lines()))
+        family.add_metric([self._model_name, "engine"], self._value("num_log_lines_dropped"))
         return family
 
     def _chunks(self) -> Metric:

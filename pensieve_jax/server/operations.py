@@ -28,7 +28,7 @@ from pensieve_jax.decoding.turn_spec import check_token_ids
 from pensieve_jax.server.anthropic.models import VERSION_HEADER, model_info, model_page
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import invalid_value, overloaded, unsupported
+from pensieve_jax.server.http.errors import ApiError, history_damaged, invalid_value, overloaded, unsupported
 from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, json_reply
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
@@ -58,8 +58,10 @@ async def health(call: HttpRequest) -> HttpResponse:
 
 
 async def ready(call: HttpRequest) -> HttpResponse:
-    """Reply 200 if the engine accepts turns, immediately or after queueing, else 503."""
+    """Reply 200 if turns are accepted and stored, immediately or after queueing, else 503."""
     call.services.limits.check_ready()
+    if call.services.is_history_damaged():
+        raise history_damaged()
     return await health(call)
 
 
@@ -69,8 +71,11 @@ async def version(call: HttpRequest) -> HttpResponse:
 
 
 async def metrics(call: HttpRequest) -> HttpResponse:
-    """Reply with all metrics in Prometheus format."""
+    """Reply with all metrics in Prometheus format; with keys, to an operator only."""
     services = call.services
+    if not call.is_operator:
+        sentence = "The metrics are about all owners; send an operator's key."
+        raise ApiError(403, "operator_key_required", sentence)
     report = services.metrics.engine
     report.stats = services.engine.last_stats
     # Only a hanging engine misses this timeout; its previous answers are then still usable.
@@ -78,6 +83,8 @@ async def metrics(call: HttpRequest) -> HttpResponse:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             report.census = await services.engine.call("census")
             report.distributions = await services.engine.call("distributions")
+            if services.history is not None:
+                services.metrics.stored(*await services.read(call.owner, services.history.stored_by_all))
     return BytesResponse(
         services.metrics.render(services.limits.num_waiting, services.ledger.usage()), CONTENT_TYPE
     )

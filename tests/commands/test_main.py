@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from pensieve_jax.commands import main as main_module
+from pensieve_jax.commands import launch
 from pensieve_jax.commands.main import COMMANDS, main
 from tests.launching import ROOT, load
 
@@ -22,12 +23,14 @@ def pensieve(monkeypatch, capsys):
 
     def pensieve(*arguments):
         monkeypatch.setattr(sys, "argv", ["/somewhere/bin/pensieve", *arguments])
-        monkeypatch.setattr(main_module, "run", lambda command: sys.exit(f"runs {command.__module__}"))
+        monkeypatch.setattr(launch, "run", lambda command: sys.exit(f"runs {command.__module__}"))
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code, *capsys.readouterr()
 
-    return pensieve
+    before = signal.getsignal(signal.SIGHUP)
+    yield pensieve
+    signal.signal(signal.SIGHUP, before)  # `serve` ignores it
 
 
 @pytest.mark.parametrize(

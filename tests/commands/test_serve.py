@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,8 +42,8 @@ SIZES = (
 class Server:
     """A started command and a client of it."""
 
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags]
+    def __init__(self, *flags: str, program: Sequence[str] = (str(ROOT / "scripts" / "serve.py"),)) -> None:
+        command = [sys.executable, "-W", "ignore", *program, "--port=0", *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.line = self.process.stdout.readline()
         address = urlsplit(self.line.split()[-1])
@@ -114,6 +114,21 @@ def test_keys_are_reloaded_on_sighup(server: Server, keys_file: Path) -> None:
     while server.chat("Hello", key="second")[0] == 401:
         pass
     assert server.chat("Hello", key="second")[0] == 200
+
+
+def test_sighup_does_not_end_a_server_that_starts(compilation_cache: str, keys_file: Path) -> None:
+    """A reload of the keys may come at any import; it must not end the process."""
+    server = Server(
+        f"--model={TINY_MODEL}",
+        "--dtype=float32",
+        f"--compilation_cache_dir={compilation_cache}",
+        f"--api_keys_file={keys_file}",
+        *SIZES,
+        program=("-m", "tests.commands.hangups", "serve"),
+    )
+    assert server.ask("GET", "/ready")[0] == 200
+    assert server.chat("Hello", key="first")[0] == 200
+    assert server.end() == 0
 
 
 @pytest.mark.parametrize("most", [0, -1])

@@ -163,6 +163,18 @@ class ObservedStore:
     def is_shared(self) -> bool:
         return self.inner.is_shared
 
+    @property
+    def is_damaged(self) -> bool:
+        return self.inner.is_damaged
+
+    @property
+    def lock_wait_s(self) -> float:
+        return self.inner.lock_wait_s
+
+    @lock_wait_s.setter
+    def lock_wait_s(self, seconds: float) -> None:
+        self.inner.lock_wait_s = seconds
+
     def head(self, conversation_id: str) -> str | None:
         return self.inner.head(conversation_id)
 

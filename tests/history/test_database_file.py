@@ -117,7 +117,7 @@ def test_another_process_holds_the_lock_until_it_is_killed(path):
 def test_a_file_that_another_program_is_writing_is_locked(filled, monkeypatch):
     from pensieve_jax.history import database
 
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "LOCK_WAIT_S", 0.05)
     with contextlib.closing(sqlite3.connect(filled, isolation_level=None)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN IMMEDIATE")
@@ -302,29 +302,13 @@ def test_another_schema_version_is_refused(filled, version):
     with contextlib.closing(sqlite3.connect(filled)) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
     before, names = filled.read_bytes(), sorted(filled.parent.iterdir())
-    words = f"schema version {version}, .* version 3; use the release"
+    words = f"schema version {version}, .* version 4; use the release"
     with pytest.raises(HistoryMismatchError, match=words):
         open_store(filled)
     assert filled.read_bytes() == before and sorted(filled.parent.iterdir()) == names
     with pytest.raises(HistoryMismatchError, match=words):
         HistoryReader(filled, fingerprint=FINGERPRINT)
     assert filled.read_bytes() == before
-
-
-def test_a_history_of_version_2_is_read_and_marked_by_a_store(filled):
-    """In version 2 no turn replaced tokens; an older release would take one that does for damaged."""
-
-    def version() -> int:
-        with contextlib.closing(sqlite3.connect(filled)) as connection:
-            return connection.execute("PRAGMA user_version").fetchone()[0]
-
-    with contextlib.closing(sqlite3.connect(filled)) as connection:
-        connection.execute("PRAGMA user_version = 2")
-    HistoryReader(filled, fingerprint=FINGERPRINT).close()
-    assert version() == 2
-    with contextlib.closing(open_store(filled)) as store:
-        assert store.conversations()
-    assert version() == 3
 
 
 def test_a_read_only_file_can_be_read_and_loses_nothing(filled, monkeypatch):

@@ -61,19 +61,9 @@ def test_another_schema_version_is_refused_with_its_number(postgres, url, versio
     postgres.run_sql(f"UPDATE {namespace_of(url)}.meta SET value = '{version}' WHERE key = 'schema_version'")
     for call in (opened, lambda url: HistoryReader(url, fingerprint=FINGERPRINT)):
         with pytest.raises(
-            HistoryMismatchError, match=f"schema version {version}, but .* version 3; use the"
+            HistoryMismatchError, match=f"schema version {version}, but .* version 4; use the"
         ):
             call(url)
-
-
-def test_a_history_of_version_2_is_read_and_marked_by_a_store(postgres, url):
-    opened(url).close()
-    mark = f"SELECT value FROM {namespace_of(url)}.meta WHERE key = 'schema_version'"
-    postgres.run_sql(f"UPDATE {namespace_of(url)}.meta SET value = '2' WHERE key = 'schema_version'")
-    HistoryReader(url, fingerprint=FINGERPRINT).close()
-    assert postgres.run_sql(mark) == [("2",)]
-    opened(url).close()
-    assert postgres.run_sql(mark) == [("3",)]
 
 
 def test_another_applications_schema_is_refused_and_unchanged(postgres, url):

@@ -9,6 +9,7 @@ from typing import Any
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.server.app import ROUTES
+from pensieve_jax.server.history_guard import HistoryGuard
 from pensieve_jax.server.http.app import make_app
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
@@ -44,6 +45,9 @@ class StoredServer:
         self.harness = Harness(
             [], self.engine, tokenizer=tokenizer, history=self.reader, resolver=resolver, **parts
         )
+        guard = HistoryGuard(self.engine, self.reader)
+        self.harness.services.engine = guard
+        self.harness.services.is_history_damaged = lambda: guard.is_damaged
         self.harness.services.now_s = self.clock.now
         self.responses = Responses(self.harness.services)
         self.routes = [

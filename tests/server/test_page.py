@@ -14,6 +14,7 @@ import pytest
 from pensieve_lab.serving.page_visit import BROWSER, browsing, visiting
 from pensieve_lab.serving.served import ServedProcess
 from tests.server.conftest import SIZES
+from tests.server.processes import engine_of
 
 FIRST = "Hi! My name is Ada. I am looking for a place to eat in San Jose."
 PAGE = resources.files("pensieve_jax.server.page")
@@ -377,8 +378,7 @@ def test_a_killed_engine_is_reported_until_it_is_back(visit, server):
     visit.say(FIRST)
     said = visit.texts()
     front = server.process.pid
-    (engine,) = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    os.kill(int(engine), signal.SIGKILL)
+    os.kill(engine_of(front), signal.SIGKILL)
     told = told_of(visit, "engine")
     assert "reached" not in told
     visit.page.wait_for_function(

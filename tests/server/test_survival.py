@@ -20,6 +20,7 @@ import pytest
 
 from pensieve_jax import LLM, SamplingParams
 from tests.server.conftest import SIZES, engine_config
+from tests.server.processes import engine_of
 
 MESSAGES = (
     "Hi! My name is Ada. I am looking for a place to eat in San Jose.",
@@ -52,9 +53,9 @@ class KillableServer:
 
     def kill_both(self) -> None:
         front = self.process.pid
-        (engine,) = Path(f"/proc/{front}/task/{front}/children").read_text().split()
+        engine = engine_of(front)
         self.client.close()
-        for pid in (front, int(engine)):
+        for pid in (front, engine):
             os.kill(pid, signal.SIGKILL)
         self._reap()
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve_jax.server.workers import NUM_THREADS
+from pensieve_jax.server.http.text_processes import WORKER
+from pensieve_jax.server.workers import MAX_THREADS
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ENGINE_TABLES = (
@@ -34,7 +35,7 @@ class Slack(NamedTuple):
 
 _SLACKS = {
     "rss_mb": Slack(1.05, 4.0),
-    "threads": Slack(1.0, NUM_THREADS),  # the front end starts its worker threads on first use
+    "threads": Slack(1.0, MAX_THREADS),  # the front end starts its worker threads on first use
     "descriptors": Slack(1.1, 12.0),
 }
 _TABLES_SLACK = Slack(1.25, 20.0)
@@ -91,12 +92,12 @@ def process_figures(name: str, pid: int) -> dict[str, float]:
 
 
 def child_of(pid: int) -> int:
-    """Return the engine process, the only child of the front end; raises ValueError if there is none."""
+    """Return the engine's process, a child of the front end; raises ValueError if there is none."""
     for thread in (Path("/proc") / str(pid) / "task").iterdir():
-        children = (thread / "children").read_text().split()
-        if children:
-            return int(children[0])
-    raise ValueError(f"process {pid} has no child")
+        for child in (thread / "children").read_text().split():
+            if WORKER not in Path(f"/proc/{child}/cmdline").read_text():
+                return int(child)
+    raise ValueError(f"process {pid} has no engine")
 
 
 def table_figures(stats: Mapping[str, Any]) -> dict[str, float]:

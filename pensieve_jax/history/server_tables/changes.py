@@ -76,6 +76,7 @@ class ResponseRecord:
       template_input: what its turn was rendered with, and how its text is read.
       error: JSON object of a failed response.
       job: for a queued background response, what is needed to run it again, as it was given.
+      starts: number of runs without a known end; see `StartResponse`.
       logprobs: of each token of the reply, packed by `codec.pack_logprobs`; None if they were not requested.
     """
 
@@ -97,6 +98,7 @@ class ResponseRecord:
     job: bytes | None = None
     logprobs: bytes | None = None
     template_input: TemplateInput = NO_INPUT
+    starts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,18 @@ class ItemRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StorageQuota:
+    """The most that one owner may store; None does not limit.
+
+    A change with a quota raises StorageQuotaError if it increases an amount beyond it; nothing is stored.
+    """
+
+    conversations: int | None = None
+    responses: int | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueResponse:
     """Storage of a background response as queued, before its client learns that it exists.
 
@@ -135,6 +149,35 @@ class QueueResponse:
     draft: ResponseDraft
     job: bytes
     parent_id: str | None = None
+    quota: StorageQuota | None = None
+
+    @property
+    def owner(self) -> str:
+        return self.draft.owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartResponse:
+    """The number of a queued response's runs without a known end.
+
+    It is stored before an engine gets the response, and again with one less once a run has ended without a
+    death of the engine. A response that has ended raises UnknownRecordError.
+
+    Attributes:
+      starts: the count from now on. As it is not a difference, storing it twice does no harm.
+    """
+
+    owner: str
+    response_id: str
+    starts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBackStart:
+    """One run less without a known end, when an engine stops in order; others are not changed."""
+
+    owner: str
+    response_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,22 +201,30 @@ class DeleteResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateConversation:
-    """A new conversation with its first items, a JSON list, ids included."""
+    """A new conversation with its first items, a JSON list, ids included.
+
+    Attributes:
+      idempotency: key of the request; it is valid among the owner's requests for new conversations.
+    """
 
     owner: str
     conversation_id: str
     metadata: str
     created_at_s: float
     items: str = "[]"
+    idempotency: Idempotency | None = None
+    quota: StorageQuota | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateConversation:
-    """Replacement of a conversation's metadata."""
+    """Replacement of a conversation's metadata, which counts as activity at `updated_at_s`."""
 
     owner: str
     conversation_id: str
     metadata: str
+    updated_at_s: float = 0.0
+    quota: StorageQuota | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +246,8 @@ class AppendItems:
     Attributes:
       idempotency: key of the request; it is valid within this conversation.
       name: name from which the items' ids are derived, and which a repeated request gets from the history.
-      appended_at_s: the current time; a key that has expired by then may be used again.
+      appended_at_s: the current time, until which the conversation was active. A key that has expired by then
+        may be used again.
     """
 
     owner: str
@@ -205,6 +257,7 @@ class AppendItems:
     idempotency: Idempotency | None = None
     name: str = ""
     appended_at_s: float = 0.0
+    quota: StorageQuota | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,13 +271,27 @@ class DeleteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expire:
-    """Deletion of expired responses and idempotency keys; a few at a time, so repeat it."""
+    """Deletion of expired responses and idempotency keys, and of idle conversations.
+
+    One change deletes a few of them, so repeat it while `HistoryReader.has_expired`. Raises ClockAheadError
+    if `now_s` is more than a day after the newest time in the history; see `clock_guard`.
+
+    Attributes:
+      confirmed_until_s: times up to this one are right, however far ahead they are; None confirms none.
+      idle_s: time without activity after which a server's conversation is deleted; None deletes none.
+      busy: owners and ids of conversations that stay, because a turn of them runs.
+    """
 
     now_s: float
+    idle_s: float | None = None
+    busy: tuple[tuple[str, str], ...] = ()
+    confirmed_until_s: float | None = None
 
 
 type HistoryChange = (
     QueueResponse
+    | StartResponse
+    | TakeBackStart
     | EndResponse
     | DeleteResponse
     | CreateConversation

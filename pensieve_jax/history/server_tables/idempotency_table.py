@@ -5,16 +5,20 @@ Does not know: transactions (the caller holds one), or what a request asked for.
 
 The key of a request for a response is stored as given and is valid for its owner. The key of a request that
 appends items is valid for one conversation: it is stored after the conversation's id and a line break, which
-no HTTP header contains.
+no HTTP header contains. The key of a request for a new conversation is stored after `NEW_CONVERSATION`.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.history import codec
 from pensieve_jax.history.connection import Connection
 from pensieve_jax.history.server_tables.changes import Idempotency
 
+NEW_CONVERSATION: Final = "conversations"
+"""Scope of the keys of requests for new conversations; no conversation has this id."""
 type KnownRow = tuple[str, str, float]  # digest of the body, result id, time of expiry
 
 
@@ -63,7 +67,7 @@ def find(
 
 
 def forget(connection: Connection, owner: str, result_id: str) -> None:
-    """Free the key of a response."""
+    """Free the key of a response, or of a request for a new conversation."""
     connection.execute("DELETE FROM idempotency WHERE owner = ? AND response_id = ?", (owner, result_id))
 
 

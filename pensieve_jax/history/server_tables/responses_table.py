@@ -25,6 +25,8 @@ from pensieve_jax.history.server_tables.changes import (
     QueueResponse,
     ResponseDraft,
     ResponseRecord,
+    StartResponse,
+    TakeBackStart,
 )
 from pensieve_jax.history.server_tables.server_conversations import Item
 from pensieve_jax.history.store import TurnKey
@@ -32,7 +34,7 @@ from pensieve_jax.history.store import TurnKey
 MAX_EXPIRED: Final = 50  # per change, so that the engine's thread is not blocked for long
 _OWN_FIELDS: Final = (
     *("response_id", "owner", "request", "input_items", "output_item_id", "created_at_s", "expires_at_s"),
-    *("background", "status", "turn_id", "completed_at_s", "error", "job"),
+    *("background", "status", "turn_id", "completed_at_s", "error", "job", "starts"),
 )
 _TURN_FIELDS: Final = ("output_text", "finish_reason", "usage", "messages")
 RECORD: Final = (
@@ -124,12 +126,39 @@ def complete(
 def queue(connection: Connection, change: QueueResponse) -> None:
     """Store a background response that has not run.
 
-    Raises InvalidRequestError for an id or a key that is taken, and UnknownTurnError for a missing parent.
+    Raises InvalidRequestError for an id or a key that is taken, UnknownTurnError for a missing parent, and
+    ConversationChangedError if its conversation has changed since the request read it: the turn could only
+    fail later.
     """
     draft, _ = check_draft(change.draft, None, "draft")
+    if draft.conversation is not None:
+        server_conversations.check_version(connection, draft.owner, draft.conversation)
     if change.parent_id is not None and not turns_table.exists(connection, draft.owner, change.parent_id):
         raise UnknownTurnError(change.parent_id)
     _insert(connection, draft, "queued", turn_id=change.parent_id, job=change.job)
+    if draft.conversation is not None:  # it must not become idle while the response waits
+        key = draft.owner, draft.conversation.conversation_id
+        server_conversations.touch(connection, key, draft.created_at_s)
+
+
+def start(connection: Connection, change: StartResponse) -> None:
+    """Store the count of a queued response's runs; raise UnknownRecordError if it is not queued."""
+    starts = change.starts
+    if isinstance(starts, bool) or not isinstance(starts, int) or starts < 0:
+        raise InvalidRequestError("starts", starts, "an int of at least 0")
+    connection.execute_changing(
+        f"UPDATE responses SET starts = ? WHERE {_THIS} AND status = 'queued'",
+        (starts, change.owner, change.response_id),
+        lambda: UnknownRecordError("response", change.response_id),
+    )
+
+
+def take_back_start(connection: Connection, change: TakeBackStart) -> None:
+    """Count one run less of a queued response."""
+    connection.execute(
+        f"UPDATE responses SET starts = starts - 1 WHERE {_THIS} AND status = 'queued' AND starts > 0",
+        (change.owner, change.response_id),
+    )
 
 
 def end(connection: Connection, change: EndResponse, in_use: Collection[str]) -> list[TurnKey]:

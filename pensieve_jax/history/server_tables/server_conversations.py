@@ -34,6 +34,7 @@ from pensieve_jax.history.server_tables.changes import (
     CreateConversation,
     DeleteConversation,
     DeleteItem,
+    Expire,
     ItemRow,
     UpdateConversation,
 )
@@ -114,7 +115,10 @@ def find_item(connection: Connection, owner: str, conversation_id: str, item_id:
 
 
 def create(connection: Connection, change: CreateConversation) -> None:
-    """Create a conversation with its first items; raise InvalidRequestError for an id that is taken."""
+    """Create a conversation with its first items.
+
+    Raises InvalidRequestError for an id or an idempotency key that is taken.
+    """
     key = (change.owner, change.conversation_id)
     limit = "an id that no conversation has"
     connection.execute_changing(
@@ -123,6 +127,16 @@ def create(connection: Connection, change: CreateConversation) -> None:
         lambda: InvalidRequestError("conversation_id", change.conversation_id, limit),
     )
     _insert_items(connection, key, parse_items(change.items, "items"))
+    if change.idempotency is not None:
+        idempotency_table.check(change.idempotency, "idempotency")
+        idempotency_table.keep(
+            connection,
+            change.owner,
+            change.idempotency,
+            change.conversation_id,
+            change.created_at_s,
+            idempotency_table.NEW_CONVERSATION,
+        )
 
 
 def update(connection: Connection, change: UpdateConversation) -> None:
@@ -132,6 +146,7 @@ def update(connection: Connection, change: UpdateConversation) -> None:
         f"UPDATE conversations SET metadata = ? WHERE {THIS}",
         (change.metadata, change.owner, change.conversation_id),
     )
+    touch(connection, (change.owner, change.conversation_id), change.updated_at_s)
 
 
 def delete(connection: Connection, change: DeleteConversation, in_use: Collection[str]) -> list[TurnKey]:
@@ -147,10 +162,37 @@ def delete(connection: Connection, change: DeleteConversation, in_use: Collectio
         connection.execute(items, key)
         connection.execute(f"DELETE FROM conversations WHERE {THIS}", key)
         idempotency_table.forget_conversation(connection, *key)
+        idempotency_table.forget(connection, *key)
     else:
         connection.execute(f"{items} AND position <= ?", (*key, last))
         connection.execute(_CLEAR_HEAD, key)
     return turns_table.collect(connection, change.owner, head, in_use)
+
+
+def expire(connection: Connection, change: Expire, in_use: Collection[str]) -> list[TurnKey]:
+    """Delete the conversation that was idle for the longest time, if that was too long; return removed turns.
+
+    A long conversation takes several changes.
+    """
+    found = first_idle(connection, change.now_s, change.idle_s, change.busy)
+    if found is None:
+        return []
+    owner, conversation_id = found
+    return delete(connection, DeleteConversation(owner=owner, conversation_id=conversation_id), in_use)
+
+
+def first_idle(
+    connection: Connection, now_s: float, idle_s: float | None, busy: Collection[tuple[str, str]]
+) -> tuple[str, str] | None:
+    """Return owner and id of a conversation that `expire` would delete, or None."""
+    if idle_s is None:
+        return None
+    query = (
+        "SELECT owner, conversation_id FROM conversations WHERE metadata IS NOT NULL AND last_active_s < ? "
+        "ORDER BY last_active_s LIMIT ?"
+    )
+    rows = connection.execute(query, (now_s - idle_s, len(busy) + 1)).fetchall()
+    return next((key for owner, name in rows if (key := (owner, name)) not in busy), None)
 
 
 def append_items(connection: Connection, change: AppendItems) -> None:
@@ -162,6 +204,7 @@ def append_items(connection: Connection, change: AppendItems) -> None:
     items = parse_items(change.items, "items")
     _advance(connection, key, change.expected_version)
     _insert_items(connection, key, items)
+    touch(connection, key, change.appended_at_s)
     if change.idempotency is not None:
         idempotency_table.check(change.idempotency, "idempotency")
         idempotency_table.keep(
@@ -200,9 +243,22 @@ def append_turn(
     _insert_items(connection, key, items)
 
 
+def check_version(connection: Connection, owner: str, append: ConversationAppend) -> None:
+    """Raise ConversationChangedError or UnknownRecordError if a turn that appends could not be committed."""
+    if find(connection, owner, append.conversation_id).version != append.expected_version:
+        raise ConversationChangedError(append.conversation_id)
+
+
 def _advance(connection: Connection, key: tuple[str, str], expected_version: int) -> None:
     """Compare and swap the version: a concurrent change waits for the first one, and then fails."""
     connection.execute_changing(_ADVANCE, (*key, expected_version), lambda: _changed(connection, key))
+
+
+def touch(connection: Connection, key: tuple[str, str], at_s: float) -> None:
+    """Store that a conversation was active at a time, unless it was active later."""
+    connection.execute(
+        f"UPDATE conversations SET last_active_s = ? WHERE {THIS} AND last_active_s < ?", (at_s, *key, at_s)
+    )
 
 
 def _changed(connection: Connection, key: tuple[str, str]) -> PensieveError:

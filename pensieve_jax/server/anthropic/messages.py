@@ -38,7 +38,7 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.turns.checks import check_model
+from pensieve_jax.server.turns.checks import check_model, check_no_key
 from pensieve_jax.server.turns.items import reply_id
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
@@ -59,6 +59,7 @@ async def create_message(call: HttpRequest) -> HttpResponse:
     _check_version(call)
     body = await call.decode(MessagesBody)
     check_model(call.services, body.model)
+    check_no_key(call, stores=False)
     call.charge_stream(body.stream)
     form = await asked_form(call, body)
     message = await call.run_cpu(NewMessage, call, body, form)

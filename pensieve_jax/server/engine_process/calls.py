@@ -14,6 +14,10 @@ from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.explanation import DropRecord, Explanation
 
+IN_ORDER: Final = frozenset({"census", "truncate", "fork", "end", "forget_experience"})
+"""Calls that wait for the changes before them: those that change the history themselves, and `census`, whose
+answer tells a front end that its earlier changes are done."""
+
 
 def answer(engine: Engine, name: str, arguments: Sequence[Any]) -> Any:
     """Call the method `name` and return its result as plain values.

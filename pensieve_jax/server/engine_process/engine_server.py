@@ -4,8 +4,10 @@ Owns: the turns that the front end submitted, one report per step, and the backl
 not read.
 Does not know: JAX, in which process or thread it runs, or what the front end is.
 
-A stalled front end never delays a step. While the socket is full, no report is created: turns collect their
-text, and the next report has more of each. So the backlog is bounded by the replies themselves.
+A lock of another program on the history never delays a step: changes that need it wait in order, for at most
+`LOCK_WAIT_S`. A stalled front end never delays a step either. While the socket is full, no report is created:
+turns collect their text, and the next report has more of each. So the backlog is bounded by the replies
+themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ import logging
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from pensieve_jax.core.errors import PensieveError
+from pensieve_jax.core.errors import ClockAheadError, HistoryBusyError, HistoryError, PensieveError
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Deltas, Turn, cancelled_output
+from pensieve_jax.history.failure_log import FailureLog
+from pensieve_jax.history.server_tables.changes import ResponseDraft, TakeBackStart
+from pensieve_jax.history.store import LOCK_WAIT_S
 from pensieve_jax.prompts import PromptEncoder
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process import calls
@@ -36,6 +42,7 @@ from pensieve_jax.server.engine_process.messages import (
     FrontMessage,
     Ready,
     Report,
+    SentError,
     SentTurn,
     Submit,
     received_change,
@@ -45,13 +52,23 @@ from pensieve_jax.server.engine_process.messages import (
     submitted,
 )
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, UnreadableError, WireError
+from pensieve_jax.server.logs import num_dropped_lines
 from pensieve_jax.text import Tokenizer
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 16  # between two steps
 _MAX_UNSENT = 10_000  # unsent answers and endings; above it, nothing more is read from the front end
 _BEAT_S = 1.0
+_LOCK_RETRY_S = 0.05  # between two attempts of a change that waits for another program's lock
 _log = logging.getLogger(__name__)
+
+
+class _WaitingCall(NamedTuple):
+    """A call that waits for another program's lock until `until_s`, or for the calls before it."""
+
+    number: int
+    call: Callable[[], Any]
+    until_s: float
 
 
 class EngineServer:
@@ -76,6 +93,7 @@ class EngineServer:
           now: returns the time in seconds, for heartbeats.
         """
         front.setblocking(False)
+        engine.wait_for_locks(0.0)
         self._engine = engine
         self._front = front
         self._now = now
@@ -94,7 +112,10 @@ class EngineServer:
         self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
         # Turns whose grammars are still compiled, each with the message that submits it.
         self._held: dict[int, tuple[Submit, TurnSpec]] = {}
-        self._front_left = False
+        self._front_left = self._has_front_ended = False
+        self._calls: deque[_WaitingCall] = deque()  # by arrival
+        self._next_try_s = 0.0
+        self._failure_log = FailureLog()
         self._beat_s = -_BEAT_S
         self._num_deltas = self._num_delta_tokens = 0
         self._may_copy = False  # whether an idle engine may have copies, which start and finish in steps
@@ -113,6 +134,8 @@ class EngineServer:
         try:
             while not self._front_left:
                 self.run_once()
+            if self._has_front_ended:
+                self._take_back_starts()
         finally:
             self._front.close()
             try:
@@ -126,6 +149,7 @@ class EngineServer:
         if not engine.has_unfinished:
             self._wait()
         self._take_inbox()
+        self._retry_calls()
         for message, compiled in self._compiling.take_ready():
             self._submit(message, compiled)
         if engine.has_unfinished or self._may_copy:
@@ -134,6 +158,18 @@ class EngineServer:
                 self._tell_end(self._numbers[turn], turn)
         self._beat()
         self._tell()
+
+    def _take_back_starts(self) -> None:
+        """Store that the background responses which are cancelled now ran at no death of an engine.
+
+        The front end has counted their starts, and has ended without taking them back.
+        """
+        running = [turn.reply.node for turn in self._turns.values()]
+        for node in (*running, *(spec.node for _, spec in self._held.values())):
+            draft = None if node is None else node.attachment
+            if isinstance(draft, ResponseDraft) and draft.background:
+                with contextlib.suppress(PensieveError):  # they run alone next time
+                    self._engine.apply(TakeBackStart(owner=draft.owner, response_id=draft.response_id))
 
     # Incoming messages
 
@@ -144,11 +180,13 @@ class EngineServer:
             events |= select.POLLOUT
         self._poll.modify(self._front, events)
         left_s = self._beat_s + _BEAT_S - self._now()
+        if self._calls:
+            left_s = min(left_s, self._next_try_s - self._now())
         self._poll.poll(max(1e3 * left_s, 0.0))
 
     @property
     def _is_listening(self) -> bool:
-        return len(self._report.answers) + len(self._report.endings) < _MAX_UNSENT
+        return len(self._report.answers) + len(self._report.endings) + len(self._calls) < _MAX_UNSENT
 
     def _take_inbox(self) -> None:
         for _ in range(_MAX_READS):
@@ -167,7 +205,7 @@ class EngineServer:
     def _receive(self, data: bytes) -> None:
         try:
             if not data:
-                self._front_left = True
+                self._front_left = self._has_front_ended = True
                 self._reader.finish()
             for message in self._messages(data):
                 handle = self._handlers.get(type(message))
@@ -221,7 +259,7 @@ class EngineServer:
             self._report.accepted.append(number)
 
     def _refuse(self, message: Submit, error: PensieveError) -> None:
-        sent = sent_error(error)
+        sent = self._sent(error)
         for turn in message.turns:
             self._held.pop(turn.number, None)
             self._report.endings.append(Ending(turn.number, error=sent))
@@ -251,24 +289,59 @@ class EngineServer:
 
     def _call(self, message: Call) -> None:
         self._may_copy = True
-        self._answer(message.number, lambda: calls.answer(self._engine, message.name, message.arguments))
+
+        def call() -> Any:
+            return calls.answer(self._engine, message.name, message.arguments)
+
+        if message.name in calls.IN_ORDER:
+            self._answer_in_order(message.number, call)
+        else:
+            self._answer(_WaitingCall(message.number, call, 0.0))
 
     def _apply(self, message: Apply) -> None:
-        self._answer(message.number, lambda: self._engine.apply(received_change(message)))
+        self._answer_in_order(message.number, lambda: self._engine.apply(received_change(message)))
 
-    def _answer(self, number: int, call: Callable[[], Any]) -> None:
+    def _answer_in_order(self, number: int, call: Callable[[], Any]) -> None:
+        """Answer a call behind those that wait for a lock, or let it wait for one itself."""
+        waiting = _WaitingCall(number, call, self._now() + LOCK_WAIT_S)
+        if self._calls or not self._answer(waiting):
+            self._calls.append(waiting)
+
+    def _retry_calls(self) -> None:
+        """Answer the waiting calls in order, as far as locks allow."""
+        if not self._calls or self._now() < self._next_try_s:
+            return
+        while self._calls and self._answer(self._calls[0]):
+            self._calls.popleft()
+
+    def _answer(self, waiting: _WaitingCall) -> bool:
+        """Make a call and queue its answer; return False if it must wait for a lock."""
         try:
-            self._report.answers.append(Answer(number, call()))
+            answer = Answer(waiting.number, waiting.call())
         except PensieveError as error:
-            self._report.answers.append(Answer(number, error=sent_error(error)))
+            if isinstance(error, HistoryBusyError) and self._now() < waiting.until_s:
+                self._next_try_s = self._now() + _LOCK_RETRY_S
+                return False
+            answer = Answer(waiting.number, error=self._sent(error))
+        self._report.answers.append(answer)
+        return True
 
     # Outgoing messages
 
     def _tell_end(self, number: int, turn: Turn) -> None:
         del self._turns[number], self._numbers[turn]
-        error = None if turn.error is None else sent_error(turn.error)
+        error = None if turn.error is None else self._sent(turn.error)
         output = turn.output if error is None else None
         self._report.endings.append(Ending(number, output, error))
+
+    def _sent(self, error: PensieveError) -> SentError:
+        """Return an error to send; those of the history are also logged, because clients get no details.
+
+        The front end itself logs that a clock is ahead.
+        """
+        if isinstance(error, HistoryError) and not isinstance(error, ClockAheadError):
+            self._failure_log.note(error)
+        return sent_error(error)
 
     def _beat(self) -> None:
         now_s = self._now()
@@ -276,13 +349,21 @@ class EngineServer:
             return
         self._beat_s = now_s
         self._may_copy = True
-        self._engine.expire_idle()
+        self._expire_idle()
         self._report.stats = {
             **self._engine.stats(),
             "num_deltas": self._num_deltas,
             "num_delta_tokens": self._num_delta_tokens,
             "engine_thread_s": time.thread_time(),
+            "num_log_lines_dropped": num_dropped_lines(),
         }
+
+    def _expire_idle(self) -> None:
+        """End idle conversations; after an error of the history, the next beat tries again."""
+        try:
+            self._engine.expire_idle()
+        except HistoryError as error:
+            self._failure_log.note(error)
 
     def _tell(self) -> None:
         """Send a report if there is news and the previous report is completely sent."""

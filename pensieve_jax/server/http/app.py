@@ -21,7 +21,13 @@ from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.ledger import Ticket
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
 from pensieve_jax.server.http.replies import ErrorReply, HttpResponse, error_reply
-from pensieve_jax.server.http.request import HttpRequest, RequestNotes, read_body
+from pensieve_jax.server.http.request import (
+    ClientGoneError,
+    HttpRequest,
+    RequestNotes,
+    read_body,
+    until_revoked,
+)
 from pensieve_jax.server.http.services import Services
 
 type Lifespan = Callable[[], AbstractAsyncContextManager[None]]
@@ -106,7 +112,8 @@ class _Path:
         notes.route = self._path
         headers = Headers(scope=scope)
         notes.owner = owner = self._owner(route, headers)
-        with self._services.ledger.ticket(owner) as ticket:
+        keys, ledger = self._services.keys, self._services.ledger
+        with ledger.ticket(owner) as ticket, keys.revocation(headers) as revoked:
             body = await self._body(route, headers, receive, ticket) if method == "POST" else b""
             call = HttpRequest(
                 services=self._services,
@@ -116,21 +123,21 @@ class _Path:
                 headers=headers,
                 body=body,
                 notes=notes,
-                receive=receive,
+                receive=until_revoked(receive, revoked),
             )
-            reply = await route.handler(call)
-            reply.charge(ticket)
-            await reply.send(receive, send, self._services.settings.stall_timeout_s)
+            try:
+                reply = await route.handler(call)
+                reply.charge(ticket)
+                await reply.send(call.receive, send, self._services.settings.stall_timeout_s)
+            except (ClientGoneError, ApiError):
+                if revoked is not None and revoked.done():
+                    raise _unknown_key() from None  # a client whose response has not begun gets this
+                raise
 
     def _owner(self, route: Route, headers: Headers) -> str:
         owner = self._services.keys.owner(headers.get("authorization"), headers.get("x-api-key"))
         if owner is None and route.needs_key:
-            sentence = (
-                "The API key is missing or unknown; send a valid one as Authorization: Bearer KEY or "
-                "x-api-key: KEY."
-            )
-            headers_out = {"www-authenticate": "Bearer"}
-            raise ApiError(401, "invalid_api_key", sentence, headers=headers_out)
+            raise _unknown_key()
         return owner or ""
 
     async def _body(self, route: Route, headers: Headers, receive: Receive, ticket: Ticket) -> bytes:
@@ -149,6 +156,13 @@ class _Path:
         if not is_json and (body or route.has_body):  # a form on any web page can send other types
             raise ApiError(415, "unsupported_media_type", "The body must be sent as application/json.")
         return body
+
+
+def _unknown_key() -> ApiError:
+    sentence = (
+        "The API key is missing or unknown; send a valid one as Authorization: Bearer KEY or x-api-key: KEY."
+    )
+    return ApiError(401, "invalid_api_key", sentence, headers={"www-authenticate": "Bearer"})
 
 
 def _all_of(lifespans: Sequence[Lifespan]) -> Callable[[Any], AbstractAsyncContextManager[None]]:

@@ -32,6 +32,9 @@ MAX_HEAD_BYTES: Final = 64 * 2**10
 """Limit of the request line and header fields; also of the bytes between and after the chunks of a body."""
 HEAD_S: Final = 30.0
 """Time limit of a head, from the connection or from the first byte of a later request."""
+_PIECE_BYTES: Final = 4 * 2**10
+"""Bytes parsed at a time outside bodies of known length. What a piece holds behind the end of a head or of a
+chunk is not counted, so a longer piece would make the limit inexact."""
 MAX_AHEAD: Final = 8
 """Requests that are read ahead while another one is answered. With more of them, or behind a long body, the
 server notices that a client has left only after the response ends."""
@@ -45,7 +48,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._num_bytes = 0  # outside bodies, since a request began or a chunk of a body ended
         self._has_begun = False  # whether a head has begun and not ended
-        self._is_body = False
+        self._is_body = self._is_chunked = False
         self._deadline: asyncio.TimerHandle | None = None
         self._earlier = deque[RequestResponseCycle]()  # unanswered requests before the last one
         # Whether the head offers another protocol and is parsed again without the offer.
@@ -70,11 +73,16 @@ class RequestHeadLimits(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse data in pieces that fit into the head limit, so that no longer head is ever held."""
         while data and self in self.connections and not self.transport.is_closing():
-            room = MAX_HEAD_BYTES - self._num_bytes
-            if not room:
-                sentence = f"The request's head has more than {MAX_HEAD_BYTES} bytes."
+            # A piece may hold uncounted bytes before the first counted ones; see `_PIECE_BYTES`.
+            room = MAX_HEAD_BYTES - self._num_bytes - (_PIECE_BYTES if self._is_body else 0)
+            if room <= 0:
+                what = "has more than {} bytes between or behind its chunks" if self._is_body else None
+                what = what or "has more than {} bytes before its body"
+                sentence = f"The request {what.format(MAX_HEAD_BYTES)}."
                 self._refuse(ApiError(431, "head_too_large", sentence))
                 return
+            if self._is_chunked or not self._is_body:
+                room = min(room, _PIECE_BYTES)
             piece, data = data[:room], data[room:]
             self._num_bytes += len(piece)
             super().data_received(piece)
@@ -96,6 +104,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         if self._declines:
             return
         self._num_bytes, self._has_begun, self._is_body = 0, False, True
+        self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         self._stop_waiting()
         earlier = self.cycle if self._is_answering else None
         super().on_headers_complete()
@@ -117,7 +126,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         """Count from zero for the next head."""
         if self._declines:
             return
-        self._num_bytes, self._is_body = 0, False
+        self._num_bytes, self._is_body, self._is_chunked = 0, False, False
         super().on_message_complete()
 
     # Called by a response
@@ -133,6 +142,13 @@ class RequestHeadLimits(HttpToolsProtocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _may_answer(self) -> bool:
+        """Whether the next response is that of the request which is being read, and has not begun."""
+        if not self._is_answering:
+            return True
+        return self._is_body and not self._earlier and not self.cycle.response_started
 
     def _declined(self) -> bytes | None:
         if not self._declines:
@@ -164,7 +180,7 @@ class RequestHeadLimits(HttpToolsProtocol):
         self._stop_waiting()
         if self.transport.is_closing():
             return
-        if not self._is_answering:
+        if self._may_answer:
             body, phrase = encode_json(error.body), HTTPStatus(error.status).phrase.encode()
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"

@@ -24,6 +24,8 @@ from pensieve_jax.core.errors import (
     GrammarFailedError,
     GrammarQueueFullError,
     GrammarTooComplexError,
+    HistoryBusyError,
+    HistoryCorruptError,
     HistoryError,
     HistoryUnavailableError,
     InvalidFieldError,
@@ -31,6 +33,7 @@ from pensieve_jax.core.errors import (
     LogitsError,
     PensieveError,
     StepFailedError,
+    StorageQuotaError,
     TokenizerMissingError,
     UnknownConversationError,
     UnknownRecordError,
@@ -55,11 +58,15 @@ _MEANINGS: Mapping[type[PensieveError], tuple[int, str, Mapping[str, str]]] = {
     UnknownTurnError: (404, "previous_response_not_found", {}),
     ConversationBusyError: (409, "conversation_locked", _RETRY_SOON),
     ConversationChangedError: (409, "conversation_locked", _RETRY_SOON),
+    # OpenAI's code for a quota that waiting does not restore; its client would retry a 429 by itself.
+    StorageQuotaError: (429, "insufficient_quota", _NO_RETRY),
     StepFailedError: (500, "step_failed", _NO_RETRY),
     LogitsError: (500, "logits_not_finite", _NO_RETRY),
     GrammarFailedError: (500, "grammar_failed", _NO_RETRY),
     GrammarQueueFullError: (503, "overloaded", _RETRY_SOON),
     HistoryUnavailableError: (503, "history_unavailable", _RETRY_SOON),
+    HistoryBusyError: (503, "history_unavailable", _RETRY_SOON),
+    HistoryCorruptError: (503, "history_damaged", _NO_RETRY),
     HistoryError: (500, "history_failed", _NO_RETRY),
     EngineClosedError: (503, "overloaded", _RETRY_SOON),
 }
@@ -162,6 +169,11 @@ def overloaded(message: str, retry_after_s: int) -> ApiError:
     return ApiError(503, "overloaded", message, headers={"retry-after": str(retry_after_s)})
 
 
+def history_damaged() -> ApiError:
+    """Return a 503 for what needs a damaged history."""
+    return as_api_error(HistoryCorruptError(""))
+
+
 def internal_error() -> ApiError:
     """Return a 500 for an unexpected exception, without its message."""
     return ApiError(500, "internal_error", INTERNAL_ERROR)
@@ -170,6 +182,11 @@ def internal_error() -> ApiError:
 def is_expected(error: BaseException) -> bool:
     """Return whether `as_api_error` maps the error to anything but an internal error."""
     return isinstance(error, (ApiError, *_MEANINGS))
+
+
+def is_taken_key(error: BaseException) -> bool:
+    """Return whether the history refused a change because another request has its idempotency key."""
+    return isinstance(error, InvalidRequestError) and error.field.endswith("idempotency.key")
 
 
 def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) -> ApiError:
@@ -181,7 +198,7 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, InvalidRequestError) and error.field.endswith("idempotency.key"):
+    if is_taken_key(error):
         sentence = (
             "Another server has just answered a request with this key; send it again to get that response."
         )
@@ -224,6 +241,19 @@ def _as_sentence(error: BaseException) -> str:
                 else "Try again."
             )
             return f"The history cannot be reached at the moment. {outcome}"
+        case StorageQuotaError(amount=str(amount), stored=int(stored), limit=int(limit)):
+            kinds = {"conversations": "conversations", "responses": "responses"}
+            deletable = kinds.get(amount, "responses or conversations")
+            return (
+                f"This key stores {stored:,} {amount} of at most {limit:,}. Delete {deletable} to make room; "
+                "GET /v1/pensieve/stored lists them."
+            )
+        case HistoryBusyError():
+            return "Another program has locked the history. Nothing was stored; try again."
+        case HistoryCorruptError():
+            return "The history is damaged and stores nothing until an operator has restored it."
+        case HistoryError():  # its message names the server's file
+            return "The history could not be read or written; the server's log has the reason."
         case ChatTemplateError():
             other_messages = "" if error.refuses_all else "change the messages, or "
             return f"{error.problem}; {other_messages}send text to /v1/completions."

@@ -154,7 +154,10 @@ def _of_routing(error: HTTPException, scope: Scope) -> ApiError:
 
 
 class HostCheck:
-    """Middleware that rejects requests with a foreign Host header, to prevent DNS rebinding.
+    """Middleware that rejects heads that HTTP forbids, and foreign Host headers, to prevent DNS rebinding.
+
+    A request must have one Host, and its body no coding but `chunked`. Proxies differ in which of two hosts
+    they take, and in whether they decode a body.
 
     Any web page can let its own domain name point to this machine, and its script then reaches a server on
     loopback that needs no key. With keys, every name is allowed unless `allowed_hosts` lists some. Probes are
@@ -169,6 +172,8 @@ class HostCheck:
         self._names.add(settings.host.lower().strip("[]"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _check_head(scope)
         if self._is_on and scope["type"] == "http" and scope["path"] not in _PROBES:
             name = _host_name(Headers(scope=scope).get("host", ""))
             if name not in self._names and not is_loopback(name):
@@ -177,8 +182,25 @@ class HostCheck:
         await self._app(scope, receive, send)
 
 
+def _check_head(scope: Scope) -> None:
+    """Raise ApiError for a missing or second Host, and for a transfer coding other than `chunked`."""
+    headers = Headers(scope=scope)
+    num_hosts = len(headers.getlist("host"))
+    if num_hosts > 1 or (not num_hosts and scope.get("http_version") == "1.1"):
+        sentence = f"The request has {num_hosts} Host headers; it must have one."
+        raise ApiError(400, "invalid_value", sentence, param="Host")
+    codings = ",".join(headers.getlist("transfer-encoding"))
+    if codings and codings.strip(" \t").lower() != "chunked":
+        sentence = (
+            f"Transfer-Encoding is {codings[:100]!r}; it must be chunked. Send the body without a coding."
+        )
+        raise ApiError(501, "unsupported_transfer_coding", sentence, param="Transfer-Encoding")
+
+
 class OriginCheck:
-    """Middleware that rejects changes by pages of other origins, if the server has no keys.
+    """Middleware that rejects preflights, and changes by pages of other origins if the server has no keys.
+
+    A preflight gets here only if `cors_origin` allows no origin; otherwise `Cors` answers it.
 
     A form, or a script that need not read the response, can send any request to a server on loopback. Only
     the browser's Origin header tells them apart. Other programs send no such header and pass.
@@ -191,6 +213,10 @@ class OriginCheck:
         self._is_on = settings.api_keys_file is None and "*" not in self._origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            headers = Headers(scope=scope)
+            if "origin" in headers and "access-control-request-method" in headers:
+                raise _cors_refused()
         if self._is_on and scope["type"] == "http" and scope["method"] in _CHANGING:
             headers = Headers(scope=scope)
             origin = headers.get("origin")

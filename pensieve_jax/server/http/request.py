@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, QueryParams
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from pensieve_jax.server.http.bodies import decode_body
 from pensieve_jax.server.http.errors import ApiError
@@ -75,6 +75,11 @@ class HttpRequest:
         """The owner of its key; "" if the server has no keys."""
         return self.ticket.owner
 
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may read numbers about all owners."""
+        return self.services.keys.is_operator(self.headers)
+
     async def decode[T](self, kind: type[T]) -> T:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
         offers, texts = self.services.settings.tools, self.services.texts
@@ -119,6 +124,25 @@ class HttpRequest:
                 task.cancel()
                 await asyncio.wait({task})
             del task, watch, work  # a failure's traceback has this frame: no cycle may keep what it holds
+
+
+def until_revoked(receive: Receive, revoked: asyncio.Future[None] | None) -> Receive:
+    """Return a channel that reports the client as gone once its key is revoked.
+
+    The body must have been read.
+    """
+    if revoked is None:
+        return receive
+
+    async def guarded() -> Message:
+        message: asyncio.Future[Any] = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait([message, revoked], return_when=asyncio.FIRST_COMPLETED)
+            return {"type": "http.disconnect"} if revoked.done() else message.result()
+        finally:
+            message.cancel()
+
+    return guarded
 
 
 async def until_disconnect(receive: Receive) -> None:

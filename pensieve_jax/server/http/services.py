@@ -16,6 +16,7 @@ from pensieve_jax.server.http.admission import TurnAdmission
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.ledger import Ledger
 from pensieve_jax.server.http.settings import ServerSettings
+from pensieve_jax.server.http.storage import StorageCheck
 from pensieve_jax.server.http.text_processes import TextProcesses
 from pensieve_jax.server.metrics import Metrics
 from pensieve_jax.server.workers import WorkEstimate, run_cpu, run_io
@@ -48,6 +49,8 @@ class Services:
       started_at: when the server started.
       texts: processes for long texts and bodies; None reads them here.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
+      is_history_damaged: whether damage of the history was found since the start.
+      storage: checks before a turn whether its key may store more.
     """
 
     engine: EngineService
@@ -67,6 +70,12 @@ class Services:
     tracing: Tracing | None = None
     texts: TextProcesses | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
+    is_history_damaged: Callable[[], bool] = lambda: False
+    storage: StorageCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Create the check of what keys store."""
+        self.storage = StorageCheck(self.history, self.settings.storage_quota, self.read)
 
     @property
     def is_history_far(self) -> bool:

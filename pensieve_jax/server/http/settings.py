@@ -11,17 +11,23 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Final, get_args
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.history.server_tables.changes import StorageQuota
 from pensieve_jax.server.http.bodies import Offers
 from pensieve_jax.server.http.ledger import Budget, Resource, budgets_of
 from pensieve_jax.text.tool_formats import AUTO, Parsers, reasoning_format, tool_format
 
 TOOLS: Final = get_args(Offers.__value__)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:\d{1,5})?\Z")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d\Z")
+_DATE_S: Final = 36 * 3600.0  # from its beginning in UTC to its end in the last time zone
 MAX_BODY_BYTES = 10 * 2**20
 MAX_INDEX_BYTES = 256 * 2**20
+DEFAULT_QUOTA: Final = StorageQuota(bytes=10 * 2**30, conversations=100_000, responses=100_000)
+"""What one key may store by default, if there are keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,11 @@ class ServerSettings:
       max_in_flight_per_key: turns that one key may have at a time, if there are keys.
       budgets, key_budgets: how much all clients together, and one key, may hold of a resource; names and
         defaults are in `server.http.ledger`.
+      max_stored_bytes_per_key, max_conversations_per_key, max_responses_per_key: what one key may store; 0
+        does not limit. None is a default of `DEFAULT_QUOTA` if there are keys, and otherwise does not limit.
+      idle_conversation_days: time after which an idle stored conversation is deleted; None keeps it.
+      confirm_clock: a date, such as 2026-11-30, until whose end the system clock is right although far ahead
+        of the history; None confirms nothing.
       queue_per_running: length of a key's queue, as a multiple of the turns that can run at a time.
       queue_timeout_s: time after which a queued turn is rejected.
       heartbeat_s: a stream that is silent for this long gets a comment.
@@ -75,6 +86,11 @@ class ServerSettings:
     max_in_flight_per_key: int = 64
     budgets: Mapping[str, int] = field(default_factory=dict)
     key_budgets: Mapping[str, int] = field(default_factory=dict)
+    max_stored_bytes_per_key: int | None = None
+    max_conversations_per_key: int | None = None
+    max_responses_per_key: int | None = None
+    idle_conversation_days: int | None = None
+    confirm_clock: str | None = None
     queue_per_running: int = 2
     queue_timeout_s: float = 60.0
     heartbeat_s: float = 15.0
@@ -104,6 +120,17 @@ class ServerSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
         self.resource_budgets()
+        if self.key_budgets and self.api_keys_file is None:
+            hint = "give --api_keys_file, or --budgets for all clients"
+            raise ConfigError("key_budgets", ", ".join(self.key_budgets), "empty without keys", hint)
+        for name in ("max_stored_bytes_per_key", "max_conversations_per_key", "max_responses_per_key"):
+            number = getattr(self, name)
+            if number is not None and number < 0:
+                raise ConfigError(name, number, "at least 1, or 0 for no limit")
+        if self.idle_conversation_days is not None and self.idle_conversation_days < 1:
+            raise ConfigError("idle_conversation_days", self.idle_conversation_days, "at least 1")
+        if self.confirm_clock is not None:
+            _end_of_date_s(self.confirm_clock)
         timeouts = ("body_timeout_s", "queue_timeout_s", "heartbeat_s", "stall_timeout_s")
         for name in timeouts:
             if not getattr(self, name) > 0:
@@ -120,6 +147,25 @@ class ServerSettings:
         return budgets_of(self.budgets, self.key_budgets, max_body_bytes=self.max_body_bytes)
 
     @property
+    def confirmed_until_s(self) -> float | None:
+        """The time until which the system clock is right, in seconds since the epoch."""
+        return None if self.confirm_clock is None else _end_of_date_s(self.confirm_clock)
+
+    @property
+    def storage_quota(self) -> StorageQuota:
+        """The most that each key may store."""
+        default = StorageQuota() if self.api_keys_file is None else DEFAULT_QUOTA
+
+        def limit(given: int | None, default: int | None) -> int | None:
+            return default if given is None else given or None
+
+        return StorageQuota(
+            bytes=limit(self.max_stored_bytes_per_key, default.bytes),
+            conversations=limit(self.max_conversations_per_key, default.conversations),
+            responses=limit(self.max_responses_per_key, default.responses),
+        )
+
+    @property
     def parsers(self) -> Parsers:
         """How replies are read."""
         return Parsers(self.tool_call_parser, self.reasoning_parser)
@@ -128,6 +174,16 @@ class ServerSettings:
     def is_loopback(self) -> bool:
         """Whether only programs on this machine can reach the server."""
         return is_loopback(self.host)
+
+
+def _end_of_date_s(text: str) -> float:
+    """Return when a date has ended everywhere on Earth; raise ConfigError for another text."""
+    try:
+        if not _DATE.match(text):
+            raise ValueError(text)
+        return datetime.fromisoformat(f"{text}T00:00:00+00:00").timestamp() + _DATE_S
+    except ValueError:
+        raise ConfigError("confirm_clock", text, "today's date, such as 2026-11-30") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -31,7 +31,7 @@ from pensieve_jax.server.openai.prompt_logprobs import (
     scored_by_the_first,
 )
 from pensieve_jax.server.openai.schemas import ChatBody, rendering
-from pensieve_jax.server.turns.checks import check_metadata, check_model
+from pensieve_jax.server.turns.checks import check_metadata, check_model, check_no_key
 from pensieve_jax.server.turns.message_turns import MessageTurns
 from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
@@ -54,6 +54,7 @@ async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
+    check_no_key(call, stores=bool(body.store))
     call.charge_stream(body.stream)
     form = await asked_form(call, body)
     completion = await call.run_cpu(ChatCompletion, call, body, form)

@@ -44,6 +44,7 @@ from pensieve_jax.server.openai.prompt_logprobs import (
 from pensieve_jax.server.turns.checks import (
     check_metadata,
     check_model,
+    check_no_key,
     check_num_tokens,
     context_token_limit,
     previous_response,
@@ -113,6 +114,7 @@ async def create_completion(call: HttpRequest) -> HttpResponse:
     """Answer each prompt with one or more replies."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
+    check_no_key(call, stores=bool(body.store))
     call.charge_stream(body.stream)
     estimate = WorkEstimate.of(len(call.body), asks_history=body.previous_response_id is not None)
     form = await asked_form(call, body)
@@ -272,8 +274,10 @@ class Completion:
             ]
 
     async def start(self) -> RunningTurns:
-        """Wait for a ticket and submit the turns; raise ApiError."""
+        """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError for stored ones."""
         body, services = self._body, self._services
+        if body.store:
+            await services.storage.check(self._owner)
 
         async def start() -> Sequence[AsyncTurn]:
             # The ids are chosen only now, after the wait: a new root goes to the engine that is least loaded.

@@ -67,9 +67,10 @@ export class ChunkMap {
     const counts = Object.fromEntries(Object.keys(NAMES).map((state) => [state, 0]));
     for (const state of rows.flatMap((row) => row.cells)) if (state) counts[state] += 1;
     for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
+    const free = (count, all, name) => (count === undefined ? `${all} ${name}.` : `${count} of ${all} ${name} free.`);
     this.totals.textContent =
-      `Device: ${latest.free_gpu_pages} of ${latest.gpu_pages} pages free.\n` +
-      `Host: ${latest.free_cpu_pages} of ${latest.cpu_pages} slots free.`;
+      `Device: ${free(latest.free_gpu_pages, latest.gpu_pages, "pages")}\n` +
+      `Host: ${free(latest.free_cpu_pages, latest.cpu_pages, "slots")}`;
     const words = Object.entries(counts).map(([state, count]) => `${count} ${NAMES[state]}`).join(", ");
     const branches = rows.length === 1 ? "1 branch" : `${rows.length} branches`;
     this.canvas.setAttribute("aria-label", `${branches}; chunks: ${words}`);

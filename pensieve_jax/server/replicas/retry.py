@@ -8,6 +8,9 @@ A turn is a function of its seed, its position and its tokens, so another replic
 part that the client has already received must be its beginning; otherwise the turn fails. A replica may die
 right after a commit that the history does not show yet. Then the second run is refused because its id is in
 use, so the history is queried again after that refusal.
+
+A background response is sent once: its caller counts the runs that end with the death of an engine, and runs
+it again.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from pensieve_jax.core.outputs import FinishReason, Output, Usage
 from pensieve_jax.core.turn_node import root_of
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.reader import HistoryReader, TurnView
+from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.engine_process.messages import Ending, Report, received_error, sent_spec, submission
 from pensieve_jax.server.replicas.links import Replicas, ReplicaStream, decoded_report, encoded
 from pensieve_jax.server.replicas.stream import RoutedReply
@@ -62,18 +66,22 @@ class RetryingSubmission:
         self._stored = stored
         self._sent = [sent_spec(number, spec) for number, spec in enumerate(specs)]
         self._stream: ReplicaStream | None = None
+        self._max_runs = 1 if any(map(_is_background, specs)) else MAX_RUNS
+        self._has_engine_died = False  # with a turn that it ran, in the last run
 
     async def run(self) -> None:
         """Run until every turn has an output or an error."""
         died: EngineDiedError | None = None
         why: Exception = EngineDiedError(_UNEXPECTED)
         try:
-            while self._left() and self.num_runs < MAX_RUNS:
+            while self._left() and self.num_runs < self._max_runs:
                 died = await self._run_once()
                 if died is None:
                     return
                 await self._end_stored_turns(died)
             why = died or EngineDiedError(_ENDED_EARLY)
+            if self._max_runs == 1 and not self._has_engine_died:
+                why = EngineClosedError(str(why))
         except asyncio.CancelledError:
             why = EngineClosedError(_CANCELLED)
             raise
@@ -119,6 +127,8 @@ class RetryingSubmission:
                 died = self._take(decoded_report(data)) or died
         except EngineDiedError as error:
             died = error
+            # A replica that could not be reached has run nothing.
+            self._has_engine_died = any(self.replies[number].is_accepted for number in left)
         except PensieveError as error:
             self._refuse(left, error)
         finally:
@@ -159,6 +169,7 @@ class RetryingSubmission:
         if ending.error is not None:
             error = received_error(ending.error)
         if isinstance(error, EngineDiedError):
+            self._has_engine_died = True
             return error
         # Ray may send a turn again by itself. If its id is in use, the history may have its output.
         if self.num_runs == 1 and not (reply.spec.node is not None and _says_id_in_use(error)):
@@ -216,6 +227,11 @@ def _may_run_again(spec: TurnSpec) -> bool:
     A turn of a named conversation gets its id from the engine, so it cannot be looked up in the history.
     """
     return spec.node is not None or spec.conversation_id is None
+
+
+def _is_background(spec: TurnSpec) -> bool:
+    draft = None if spec.node is None else spec.node.attachment
+    return isinstance(draft, ResponseDraft) and draft.background
 
 
 def _not_again(reply: RoutedReply, error: Exception) -> EngineDiedError | None:

@@ -91,7 +91,7 @@ class MessageTurns:
         self._is_durable = is_durable if store is None else store
 
     async def start(self, params_of: ParamsOf, *, max_tokens: int | None) -> RunningTurns:
-        """Wait for a ticket and submit the turns; raise ApiError.
+        """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError if they are stored.
 
         Args:
           params_of: see `ParamsOf`.
@@ -104,6 +104,8 @@ class MessageTurns:
             )
             return turns
 
+        if self._is_durable:
+            await self._services.storage.check(self._owner)
         return await run_turns(
             self._services,
             self._owner,

@@ -74,7 +74,11 @@ async def run_turns(
     accepted_s = time.perf_counter()
     timed = [
         TimedTurn(
-            turn, services.metrics, TurnTimes(began_s, accepted_s), counts_context=index % num_shared == 0
+            turn,
+            services.metrics,
+            TurnTimes(began_s, accepted_s),
+            owner=owner,
+            counts_context=index % num_shared == 0,
         )
         for index, turn in enumerate(turns)
     ]
@@ -138,7 +142,13 @@ class TimedTurn:
     """
 
     def __init__(
-        self, turn: AsyncTurn, metrics: Metrics, times: TurnTimes, *, counts_context: bool = True
+        self,
+        turn: AsyncTurn,
+        metrics: Metrics,
+        times: TurnTimes,
+        *,
+        owner: str = "",
+        counts_context: bool = True,
     ) -> None:
         """`turn` must be accepted by the engine; see `Metrics.finished` for `counts_context`."""
         self.times = times
@@ -148,6 +158,7 @@ class TimedTurn:
         self._deltas = aiter(turn)
         self._latest_s = 0.0
         self._is_counted = False
+        self._owner = owner
         self._counts_context = counts_context
 
     @property
@@ -206,7 +217,7 @@ class TimedTurn:
             self._is_counted = True
             self.times.ended_s = time.perf_counter()
             seconds = self.times.ended_s - self.times.began_s
-            self._metrics.finished(output, seconds, counts_context=self._counts_context)
+            self._metrics.finished(output, seconds, owner=self._owner, counts_context=self._counts_context)
 
 
 class RunningTurns:

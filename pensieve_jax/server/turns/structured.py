@@ -178,8 +178,8 @@ def _format_wishes(kind: str, schema: Any, at: str, schema_at: str, is_loose: bo
 
 
 def _wish(kind: str, value: Any, at: str) -> list[_Wish]:
-    """Return what one field of vLLM's asks for; its empty values ask for nothing."""
-    if value is None or (value in ("", False, []) and kind != "json") or value == "":
+    """Return what one field of vLLM's asks for; an empty form is one that no reply can have."""
+    if value is None or (kind == "json_object" and value is False):
         return []
     if kind == "json_object":
         return [_Wish(at, StructuredOutput.json_object)]

@@ -7,6 +7,8 @@ import gc
 import random
 import socket
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,6 +26,8 @@ from pensieve_jax import (
 )
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
+from pensieve_jax.history import open_store
+from pensieve_jax.history.server_tables.changes import QueueResponse, ResponseDraft, StartResponse
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import RestartPolicy
@@ -520,3 +524,43 @@ def test_the_engine_ends_with_its_front_end_whatever_the_bytes() -> None:
         assert not thread.is_alive() and harness.engine.closed, garbage
         assert harness.engine.stats()["num_turns_cancelled"] == 1
         front.close()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["the front end leaves", "it sends garbage"])
+def test_an_engine_that_outlives_its_front_end_takes_the_starts_of_its_responses_back(
+    tmp_path: Path, ends: bool
+) -> None:
+    """A front end that was killed cannot say that the responses did not kill the engine."""
+    harness = Harness(tokenizer=TOKENIZER, path=tmp_path / "chats.sqlite")
+    front, engine_end = socket.socketpair()
+    server = EngineServer(harness.engine, TOKENIZER, engine_end)
+    specs = []
+    for number in range(2):
+        node = TurnNode(turn_id=new_turn_id(None))
+        draft = ResponseDraft(
+            response_id=f"resp_{node.turn_id}",
+            owner="",
+            request="{}",
+            input_items="[]",
+            output_item_id=f"msg_{node.turn_id}",
+            created_at_s=1.0,
+            expires_at_s=2.0,
+            background=True,
+        )
+        harness.store.apply(QueueResponse(draft=draft, job=b"job"))
+        harness.store.apply(StartResponse(owner="", response_id=draft.response_id, starts=number + 1))
+        one = spec([5 + number], max_tokens=900)
+        specs.append(replace(one, node=replace(node, attachment=draft)))
+    front.sendall(FrameWriter().frame(Submit([sent_spec(n, one) for n, one in enumerate(specs)])))
+    server.run_once()
+    assert len(server._turns) == 2
+    if ends:
+        front.close()
+    else:
+        front.sendall(b"garbage!" * 4)
+    server.run()
+    front.close()
+    with open_store(tmp_path / "chats.sqlite", fingerprint="test") as store:
+        query = "SELECT starts FROM responses ORDER BY starts"
+        starts = [row[0] for row in store.read(lambda history: history.execute(query).fetchall())]
+    assert starts == ([0, 1] if ends else [1, 2])

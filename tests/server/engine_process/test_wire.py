@@ -164,6 +164,8 @@ def test_every_change_of_a_history_can_be_sent() -> None:
     values = {
         **{"str": "x", "float": 1.5, "int": 3, "bytes": b"\0", "str | None": None},
         **{"ResponseDraft": DRAFT, "Idempotency | None": DRAFT.idempotency},
+        **{"StorageQuota | None": changes.StorageQuota(bytes=5, responses=7), "float | None": 2.5},
+        "tuple[tuple[str, str], ...]": (("ann", "conv_1"), ("bob", "conv_2")),
     }
     for kind in changes.HistoryChange.__value__.__args__:
         change = kind(**{name: values[hint] for name, hint in kind.__annotations__.items()})

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 
 from tests.server.faults.worker import PLAN, PlannedKill
+from tests.server.processes import engine_of
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0
@@ -54,8 +55,7 @@ class FaultyServer:
     @property
     def engine_pid(self) -> int:
         assert self.process is not None
-        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(child)
+        return engine_of(self.process.pid)
 
     def start(self) -> None:
         """Start it and wait until it is ready; retry if it dies on the way, as an init system would."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -146,12 +146,51 @@ def test_the_limit_applies_to_each_head_and_to_nothing_else() -> None:
     asyncio.run(work())
 
 
-def test_trailer_fields_behind_a_body_count_as_well() -> None:
+@pytest.mark.parametrize("num_bytes", [MAX_HEAD_BYTES, 70_000, 140_000])
+@pytest.mark.parametrize(
+    "begin",
+    [b"1\r\nb\r\n0\r\nx: ", b"1;", b"1\r\nb\r\n1;x="],
+    ids=["trailer", "extension", "later extension"],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_long_trailers_and_chunk_extensions_are_refused_in_words(
+    begin: bytes, num_bytes: int, at_once: bool
+) -> None:
+    async def work() -> None:
+        async with clients() as (app, (client,)):
+            data = START + b"transfer-encoding: chunked\r\n\r\n" + begin + b"a" * num_bytes
+            step = len(data) if at_once else 1000
+            for at in range(0, len(data), step):
+                await client.send(data[at : at + step])
+            status, body = await client.answer()
+            assert status == 431 and str(MAX_HEAD_BYTES) in json.loads(body)["error"]["message"]
+            assert app.num_asked == 0
+
+    asyncio.run(work())
+
+
+def test_short_trailers_and_chunk_extensions_are_read() -> None:
     async def work() -> None:
         async with clients() as (_, (client,)):
-            await client.send(START + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n0\r\nx: ")
-            await client.send(b"a" * (2 * MAX_HEAD_BYTES))  # what arrives with a body's end is not counted
-            assert await client.is_closed()
+            long = b"a" * (MAX_HEAD_BYTES - 10_000)
+            for _ in range(2):
+                await client.send(START + b"transfer-encoding: chunked\r\n\r\n1;x=%b\r\nb\r\n" % long)
+                await client.send(b"2;x=%b\r\nbb\r\n0\r\nx: %b\r\n\r\n" % (long, long))
+                assert await client.answer() == (200, b"3")
+
+    asyncio.run(work())
+
+
+def test_a_refusal_does_not_stand_before_an_earlier_answer() -> None:
+    async def work() -> None:
+        async with clients() as (app, (client,)):
+            app.may_answer.clear()
+            await client.send(START + b"content-length: 0\r\n\r\n")
+            await app.asked.wait()
+            await client.send(START + b"transfer-encoding: chunked\r\n\r\n1;" + b"a" * (2 * MAX_HEAD_BYTES))
+            with suppress(ConnectionResetError):  # the server has not read all that was sent
+                assert await client.is_closed()
+            app.may_answer.set()  # the application ends by itself
 
     asyncio.run(work())
 

@@ -249,7 +249,7 @@ def test_bodies_have_a_total_budget_and_one_per_key(tmp_path, has_keys):
             max_body_bytes=1000,
             api_keys_file=str(keys) if has_keys else None,
             budgets={"body_bytes": 1000},
-            key_budgets={"body_bytes": 250},
+            key_budgets={"body_bytes": 250} if has_keys else {},
         )
         harness = Harness([Route("POST", "/hold", hold), *ROUTES], settings=settings)
 
@@ -432,6 +432,63 @@ def test_pages_of_other_origins_read_nothing_unless_allowed():
     assert (status, raw, headers["access-control-allow-origin"]) == (204, b"", "https://chat.example")
     status, _, raw = run(ask(harness, "OPTIONS", "/echo", headers=preflight | {"origin": "https://other"}))
     assert (status, json.loads(raw)["error"]["code"]) == (403, "cors_refused")
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_preflight_is_refused_where_no_origin_is_allowed(tmp_path, keyed):
+    keys = str(keys_file(tmp_path, alice="a")) if keyed else None
+    harness = Harness(ROUTES, settings=ServerSettings(api_keys_file=keys))
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    status, _, raw = run(ask(harness, "OPTIONS", "/echo", headers=asked))
+    assert (status, json.loads(raw)["error"]["code"]) == (403, "cors_refused")
+    for headers in ({}, {"origin": "https://chat.example"}):  # no preflight
+        assert run(ask(harness, "OPTIONS", "/echo", headers=headers))[0] == 405
+
+
+@pytest.mark.parametrize("path", ["/things/a", "/health"])
+@pytest.mark.parametrize(
+    ("headers", "http_version", "expected"),
+    [
+        ([("host", "localhost")], "1.1", 200),
+        ([("host", "localhost"), ("host", "localhost")], "1.1", 400),
+        ([("host", "localhost"), ("host", "evil.example")], "1.1", 400),
+        ([], "1.1", 400),
+        ([], "1.0", 200),
+        ([("host", "localhost"), ("transfer-encoding", "chunked")], "1.1", 200),
+        ([("host", "localhost"), ("transfer-encoding", " Chunked\t")], "1.1", 200),
+        ([("host", "localhost"), ("transfer-encoding", "gzip, chunked")], "1.1", 501),
+        (
+            [("host", "localhost"), ("transfer-encoding", "gzip"), ("transfer-encoding", "chunked")],
+            "1.1",
+            501,
+        ),
+        ([("host", "localhost"), ("transfer-encoding", "chunked, chunked")], "1.1", 501),
+    ],
+)
+def test_a_head_has_one_host_and_no_coding_but_chunked(tmp_path, path, headers, http_version, expected):
+    settings = ServerSettings(api_keys_file=str(keys_file(tmp_path, alice="a")))
+    harness = Harness(
+        [*ROUTES, Route("GET", "/health", lambda call: _done(), needs_key=False)], settings=settings
+    )
+    sent = [(name.encode(), value.encode()) for name, value in [*headers, ("authorization", "Bearer a")]]
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": path,
+        "query_string": b"",
+        "headers": sent,
+        "http_version": http_version,
+    }
+    messages = []
+
+    async def send(message):
+        messages.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    run(harness.app(scope, receive, send))
+    assert messages[0]["status"] == expected, messages
 
 
 def test_allowed_pages_may_read_errors_too(tmp_path):

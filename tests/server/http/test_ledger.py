@@ -70,7 +70,9 @@ def test_a_ticket_releases_what_it_holds_once():
 
 
 def test_budgets_come_from_the_settings():
-    settings = ServerSettings(max_body_bytes=100, budgets={"maps": 9}, key_budgets={"maps": 3, "jobs": 7})
+    settings = ServerSettings(
+        max_body_bytes=100, api_keys_file="keys", budgets={"maps": 9}, key_budgets={"maps": 3, "jobs": 7}
+    )
     budgets = settings.resource_budgets()
     assert set(budgets) == set(RESOURCES)
     assert (budgets["maps"].total, budgets["maps"].of_key, budgets["jobs"].of_key) == (9, 3, 7)
@@ -83,6 +85,7 @@ def test_budgets_come_from_the_settings():
         ({"budgets": {"map": 1}}, "budgets is 'map', but must be one of body_bytes, "),
         ({"budgets": {"maps": 0}}, "budgets.maps is 0, but must be at least 1"),
         ({"key_budgets": {"jobs": -1}}, "key_budgets.jobs is -1, but must be at least 1"),
+        ({"key_budgets": {"jobs": 5}}, "key_budgets is 'jobs', but must be empty without keys"),
     ],
 )
 def test_a_wrong_budget_is_refused_by_name(settings, match):

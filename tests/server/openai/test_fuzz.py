@@ -171,7 +171,7 @@ async def run_case(server: StoredServer, chooser: Chooser, seen: Seen) -> None:
     client = server.harness.open(method, where, body, headers)
     status, answered, raw = await asyncio.wait_for(client.whole(), 20)
     case = (method, where, body, headers, status, raw[:500])
-    assert status < 500, case
+    assert status < 500 or (status == 501 and "transfer-encoding" in headers), case
     assert b"Traceback" not in raw and b".py" not in raw, case
     assert all("\n" not in value and "\r" not in value for value in answered.values()), case
     if status >= 400 and method != "HEAD":

@@ -52,14 +52,14 @@ FORMS = [
     ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutput.choice(["a", "b"])),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, StructuredOutput.grammar('start: "a"')),
     ({"structured_outputs": {}}, None),
-    ({"structured_outputs": {"regex": "", "choice": [], "json_object": False}}, None),
+    ({"structured_outputs": {"regex": None, "choice": None, "json_object": False}}, None),
     ({"guided_json": SCHEMA}, StructuredOutput.json_schema(SCHEMA)),
     ({"guided_json": {}}, StructuredOutput.json_schema({})),
     ({"guided_json_object": True}, StructuredOutput.json_object()),
     ({"guided_regex": "a+"}, StructuredOutput.regex("a+")),
     ({"guided_choice": ["a"]}, StructuredOutput.choice(["a"])),
     ({"guided_grammar": 'root ::= "a"'}, StructuredOutput.grammar('root ::= "a"')),
-    ({"guided_regex": "", "guided_choice": []}, None),
+    ({"guided_regex": None, "guided_json_object": False}, None),
 ]
 
 
@@ -148,6 +148,10 @@ REFUSED = [
     (_PLAIN, {"guided_regex": "((("}, "invalid_value", "guided_regex"),
     (_PLAIN, {"guided_json": "{"}, "invalid_value", "guided_json"),
     (_PLAIN, {"guided_choice": ["a", ""]}, "invalid_value", "guided_choice"),
+    (_PLAIN, {"guided_choice": []}, "invalid_value", "guided_choice"),
+    (_PLAIN, {"guided_regex": ""}, "invalid_value", "guided_regex"),
+    (_PLAIN, {"structured_outputs": {"grammar": ""}}, "invalid_value", "structured_outputs.grammar"),
+    (_PLAIN, {"structured_outputs": {"json": ""}}, "invalid_value", "structured_outputs.json"),
     (_PLAIN, {"guided_choice": [5]}, "invalid_value", "guided_choice[0]"),
     (_PLAIN, {"guided_grammar": "start: foo"}, "invalid_value", "guided_grammar"),
     (_PLAIN, {"guided_regex": "a" * 70_000}, "invalid_value", "guided_regex"),

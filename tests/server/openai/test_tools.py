@@ -528,7 +528,7 @@ def test_a_reply_with_texts_around_a_call_is_found_again(path):
     assert message["content"] == "one\ntwo"
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a cat"}
     answer = chat(server, [USER, message, result])
-    turns = server.harness.services.engine.turns
+    turns = server.harness.engine.turns
     assert turns[1].spec.node.parent_id == turns[0].turn_id
     last = answer["choices"][0]["message"]
     chat(server, [USER, message, result, last, USER])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import gc
 
 import pytest
@@ -20,7 +21,13 @@ from pensieve_jax.core.outputs import Output, Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import new_turn_id, root_of
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.history.server_tables.changes import DeleteConversation, DeleteResponse, EndResponse, Expire
+from pensieve_jax.history.server_tables.changes import (
+    DeleteConversation,
+    DeleteResponse,
+    EndResponse,
+    Expire,
+    ResponseDraft,
+)
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
@@ -390,6 +397,75 @@ def test_a_second_death_fails_the_turn():
         with pytest.raises(EngineDiedError):
             await turn.result()
         assert replicas.engines["r2"].turns == []
+
+    run(test)
+
+
+def background_spec() -> TurnSpec:
+    """Return the turn of a background response."""
+    spec = spec_of()
+    draft = ResponseDraft(
+        response_id=f"resp_{spec.node.turn_id}",
+        owner="",
+        request="{}",
+        input_items="[]",
+        output_item_id=f"msg_{spec.node.turn_id}",
+        created_at_s=1.0,
+        expires_at_s=2.0,
+        background=True,
+    )
+    return dataclasses.replace(spec, node=dataclasses.replace(spec.node, attachment=draft))
+
+
+@pytest.mark.parametrize("how", ["the replica is lost", "its engine dies"])
+def test_a_background_turn_is_not_run_again_after_a_death(how):
+    """Its caller counts the deaths."""
+
+    async def test():
+        replicas = FakeReplicas(2)
+        engine = await routed(replicas)
+        turn = engine.submit(background_spec())
+        there = await turn_on(replicas, "r0")
+        await turn.accepted()
+        if how == "its engine dies":
+            there.fail(EngineDiedError("The engine's process died."))
+        else:
+            replicas.kill("r0")
+        with pytest.raises(EngineDiedError):
+            await turn.result()
+        assert not replicas.engines["r1"].turns
+
+    run(test)
+
+
+class Unreachable:
+    """Result stream of a submission that no replica got."""
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        raise EngineDiedError("No replica is left.")
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize("how", ["no replica is left", "the replica shuts down"])
+def test_a_background_turn_that_did_not_run_at_a_death_is_told_apart(how):
+    async def test():
+        replicas = FakeReplicas(1)
+        engine = await routed(replicas)
+        if how == "no replica is left":
+            replicas.run = lambda key, submission: Unreachable()
+            turn = engine.submit(background_spec())
+        else:
+            turn = engine.submit(background_spec())
+            there = await turn_on(replicas, "r0")
+            await turn.accepted()
+            there.finish("cancelled")
+        with pytest.raises(EngineClosedError):
+            await turn.result()
 
     run(test)
 

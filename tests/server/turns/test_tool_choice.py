@@ -321,7 +321,7 @@ def error_at(route: Route, answer: Any) -> tuple[str, str]:
 
 def raising(server: ScriptedServer, error: InvalidRequestError) -> None:
     """Let the engine refuse the next turn as it does when it compiles its grammar."""
-    server.harness.services.engine.refuse.append(error)
+    server.harness.engine.refuse.append(error)
 
 
 SCHEMAS = {

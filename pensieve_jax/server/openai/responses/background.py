@@ -1,7 +1,6 @@
 """Background responses, which continue after their client leaves and after a server restart.
 
-Owns: the set of running background responses, the form of their jobs in the history, and when the history
-deletes expired records.
+Owns: the set of running background responses, and the form of their jobs in the history.
 Does not know: requests, or how a response is sent. Called by `ResponseCreation` and `Responses`.
 
 A response is in the history before a client sees it. Its turn runs again, with the same seed and id, after
@@ -9,6 +8,20 @@ the engine or the server restarts. It ends once, first in the history. Turns of 
 
 Every response that is queued in the history has a server that runs it. That includes responses that an
 earlier server left behind, and those that the engine queued although its confirmation was lost.
+
+A response may kill its engine. So its row counts its runs without a known end. The count is stored before the
+engine gets the turn, and taken back when the run ends without a death. A server that finds the
+response thus knows of deaths that ended an earlier server. After `MAX_DEATHS` it fails.
+
+Responses that ran beside a guilty one die with it, so after its first death a response is a suspect: it runs
+without other background responses. Either it completes, or it is alone at its second death. This finds a
+guilty response at its second death, and does not fail those that ran beside it. Halving the suspects instead
+would need a death for each half. Suspects are at most the responses that ran at a time, so the others wait
+for a bounded number of turns.
+
+Turns of clients that wait run beside a suspect, since they must not wait for it. An innocent suspect fails if
+such a turn kills the engine again, or if the whole server is killed again. A foreground turn is not run
+again, so it needs no count.
 """
 
 from __future__ import annotations
@@ -26,6 +39,8 @@ from typing import Any, Final
 import msgspec
 
 from pensieve_jax.core.errors import (
+    EngineDiedError,
+    HistoryBusyError,
     HistoryError,
     HistoryUnavailableError,
     PensieveError,
@@ -39,10 +54,10 @@ from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import (
     EndResponse,
-    Expire,
     QueueResponse,
     ResponseDraft,
     ResponseRecord,
+    StartResponse,
 )
 from pensieve_jax.server.async_engine import UNANSWERED, AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
@@ -58,11 +73,13 @@ from pensieve_jax.server.http.errors import (
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
+from pensieve_jax.server.openai.responses.expiry import Expiry
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import PlanErrors, ResponsePlan, errors_of_job
 from pensieve_jax.server.openai.responses.response import head_of, stored_logprobs, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
 from pensieve_jax.server.openai.responses.run import ResponseRun
+from pensieve_jax.server.openai.responses.run_gate import RunGate
 from pensieve_jax.server.turns.checks import commit_context
 from pensieve_jax.server.turns.run import RunningTurns, run_turns
 
@@ -70,12 +87,14 @@ _log = logging.getLogger(__name__)
 
 MAX_RUNS: Final = 1000
 """Limit of background responses that have not ended, of all owners together."""
+MAX_DEATHS: Final = 2
+"""Deaths of the engine while a response ran, after which it fails."""
 POLL_S: Final = 10.0
 """Interval of the search for responses that another server left behind."""
 RETRY_S: Final = 0.5
 """Delay before retrying a failed call of the engine or the history."""
-_PERIOD_S: Final = 600.0
-"""Interval of deleting expired records."""
+_LEAVE_S: Final = 5.0
+"""Time to take back the counts of runs when the server ends."""
 
 
 class BackgroundResponses:
@@ -85,13 +104,17 @@ class BackgroundResponses:
         """`locks` contains the conversations with a running turn, by owner and id."""
         self._services = services
         self._driver = BackgroundRunner(services)
+        self._expiry = Expiry(services, locks)
         self._locks = locks
         self._runs: dict[tuple[str, str], ResponseRun] = {}
         self._being_queued: set[ResponsePlan] = set()
         # Lost confirmations of the engine; each change was applied, will be applied, or was lost.
         self._num_lost = 0
         self._num_reconciled = 0
+        self._is_leaving = False
         self._ends = CompletionWatcher[tuple[str, str]]()
+        self._has_new_keys = False
+        services.keys.on_change(self._look_at_keys)
 
     @property
     def num_running(self) -> int:
@@ -165,7 +188,8 @@ class BackgroundResponses:
             sentence = "An earlier release queued this response, and this release cannot run it."
             work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))
         else:
-            work = partial(self._driver.drive, run, spec, draft, None, errors_of_job(spec))
+            errors = errors_of_job(spec)
+            work = partial(self._driver.drive, run, spec, draft, None, errors, num_deaths=record.starts)
         self._start(run, draft, work, self._locked(draft))
         return run
 
@@ -184,7 +208,10 @@ class BackgroundResponses:
         records = await self._driver.read(self._unfinished)
         for record in records:
             try:
-                self.run_queued(record)
+                if self._services.keys.has_owner(record.owner):
+                    self.run_queued(record)
+                else:
+                    await self.cancel(record.owner, record.response_id)
             except Exception as error:  # unexpected, but the other responses must still run
                 _log.error("a background response could not be run", exc_info=error)
         if num_lost > self._num_reconciled or self._services.history.claims.are_shared:
@@ -193,7 +220,7 @@ class BackgroundResponses:
         queued = {plan.draft.response_id for plan in self._being_queued if plan.draft is not None}
         self._services.history.claims.keep_only({response_id for _, response_id in self._runs} | queued)
 
-    async def cancel(self, owner: str, record: ResponseRecord) -> dict[str, Any]:
+    async def cancel(self, owner: str, response_id: str) -> dict[str, Any]:
         """Cancel a response unless it has ended; return its response object.
 
         Raises the engine's errors. If the engine's confirmation was lost, the response continues until
@@ -201,7 +228,7 @@ class BackgroundResponses:
         """
         change = EndResponse(
             owner=owner,
-            response_id=record.response_id,
+            response_id=response_id,
             status="cancelled",
             completed_at_s=self._services.now_s(),
         )
@@ -210,15 +237,12 @@ class BackgroundResponses:
         except UNANSWERED:
             self._num_lost += 1
             raise
-        return await self._stopped(owner, record.response_id)
+        return await self._stopped(owner, response_id)
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
         """Run responses that were left behind; at exit, leave unfinished ones to the next server."""
-        tasks = [
-            asyncio.ensure_future(work)
-            for work in (self._run_left_behind(), delete_expired_periodically(self._services))
-        ]
+        tasks = [asyncio.ensure_future(work) for work in (self._run_left_behind(), self._expiry.run())]
         for task in tasks:
             task.add_done_callback(
                 log_end_of_task(_log, "a background task stopped unexpectedly; restart the server")
@@ -226,12 +250,25 @@ class BackgroundResponses:
         try:
             yield
         finally:
+            self._is_leaving = True
             tasks += [run.task for run in self._runs.values() if run.task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._driver.take_back_starts()
 
     # Private methods
+
+    def _look_at_keys(self) -> None:
+        self._has_new_keys = True
+
+    async def _cancel_revoked(self) -> None:
+        """Cancel the responses of owners without a key; raise the engine's errors."""
+        for owner, response_id in list(self._runs):
+            if not self._services.keys.has_owner(owner):
+                with suppress(UnknownRecordError):  # deleted meanwhile
+                    await self.cancel(owner, response_id)
+        self._has_new_keys = False
 
     async def _wait_for_sent_changes(self) -> None:
         """Wait until each change sent so far was applied or never will be; raise the engine's errors.
@@ -313,7 +350,12 @@ class BackgroundResponses:
             # Claim it before other servers can see it.
             await self._services.read(plan.owner, self._services.history.claims.take, name)
             job = encode_job(spec, plan.draft)
-            change = QueueResponse(draft=plan.draft, job=job, parent_id=resolved.node.parent_id)
+            change = QueueResponse(
+                draft=plan.draft,
+                job=job,
+                parent_id=resolved.node.parent_id,
+                quota=self._services.settings.storage_quota,
+            )
             try:
                 await self._services.engine.apply(change)
                 return resolved, spec
@@ -356,6 +398,8 @@ class BackgroundResponses:
                     if not is_expected:  # if it stayed queued, it would run and fail forever
                         await self._driver.fail(run, draft, internal_error())
                 finally:
+                    if not self._is_leaving and self._services.engine.state != "draining":
+                        self._driver.forget(*key)
                     del self._runs[key]
                     self._services.history.claims.give_up(draft.response_id)
                     self._ends.notify(key)
@@ -371,9 +415,12 @@ class BackgroundResponses:
             # Another server that shares the history may die at any time and leave responses behind.
             is_time = services.history.claims.are_shared and now_s - looked_s >= POLL_S
             is_new = epoch != services.engine.epoch
-            if services.engine.state == "ready" and (is_new or self.has_lost_confirmations or is_time):
+            is_due = is_new or self.has_lost_confirmations or is_time or self._has_new_keys
+            if services.engine.state == "ready" and is_due:
                 asked, looked_s = services.engine.epoch, now_s
                 try:
+                    if self._has_new_keys:
+                        await self._cancel_revoked()
                     await self.reconcile()
                     epoch, is_logged = asked, False
                 except UNANSWERED:  # still unresolved, or the engine restarts soon
@@ -402,6 +449,10 @@ class BackgroundRunner:
     def __init__(self, services: Services) -> None:
         """Use the engine, the history and the limits of `services`."""
         self._services = services
+        self._gate = RunGate()
+        # Deaths before the last run, of responses whose rows count that run.
+        self._started: dict[tuple[str, str], int] = {}
+        self._in_engine: set[tuple[str, str]] = set()
 
     async def drive(
         self,
@@ -410,21 +461,34 @@ class BackgroundRunner:
         draft: ResponseDraft,
         resolved: ResolvedContext | None,
         errors: PlanErrors,
+        *,
+        num_deaths: int = 0,
     ) -> None:
-        """Run a response until it ends, starting again whenever the engine restarts."""
-        services = self._services
+        """Run a response until it ends, starting again whenever the engine restarts.
+
+        `num_deaths` counts its earlier runs without a known end.
+        """
+        services, key = self._services, (draft.owner, draft.response_id)
         while True:
+            if num_deaths >= MAX_DEATHS:
+                _log.error("response %s ran at %d deaths of the engine and fails", key[1], num_deaths)
+                await self.fail(run, draft, _engine_died_running(num_deaths))
+                return
+            self._in_engine.discard(key)
             try:
-                output = await self._run_once(run, spec)
+                output = await self._run_once(run, spec, draft, num_deaths)
                 break
             except ApiError as error:
                 if error.status not in (429, 503):
                     await self.fail(run, draft, error)
                     return
             except PensieveError as error:
+                if isinstance(error, EngineDiedError) and key in self._in_engine:
+                    num_deaths += 1
+                    del self._started[key]
                 if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
-                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError)):
+                if not isinstance(error, (*UNANSWERED, HistoryUnavailableError, HistoryBusyError)):
                     await self.fail(run, draft, errors.as_api_error(error))
                     return
             if services.engine.state == "draining":
@@ -437,6 +501,21 @@ class BackgroundRunner:
         if resolved is not None:
             await commit_context(services, resolved, output)
         await self._tell_end(run, draft)
+
+    async def take_back_starts(self) -> None:
+        """Take the starts back of the runs that this server has stopped in order."""
+        # If a count stays, its response runs alone next time.
+        with suppress(TimeoutError, *UNANSWERED, HistoryError):
+            async with asyncio.timeout(_LEAVE_S):
+                for (owner, response_id), num_deaths in list(self._started.items()):
+                    change = StartResponse(owner=owner, response_id=response_id, starts=num_deaths)
+                    with suppress(UnknownRecordError):  # it has ended, or was deleted
+                        await self._services.engine.apply(change)
+
+    def forget(self, owner: str, response_id: str) -> None:
+        """Forget the run of a response that has ended, or that another server runs."""
+        self._started.pop((owner, response_id), None)
+        self._in_engine.discard((owner, response_id))
 
     async def fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
         """Mark a response as failed in the history and for its followers, retrying until it is written."""
@@ -455,7 +534,8 @@ class BackgroundRunner:
                 # It is still queued in the history: retry here, or let the next server run it.
                 if self._services.engine.state == "draining":
                     break
-                if not is_logged:
+                # A restart of the engine is logged by its supervisor.
+                if not is_logged and isinstance(failure, HistoryError):
                     _log.error("the end of a background response could not be written", exc_info=failure)
                     is_logged = True
                 await asyncio.sleep(RETRY_S)
@@ -505,14 +585,33 @@ class BackgroundRunner:
         run.end(stored_response(record, self._services.token_texts))
         return True
 
-    async def _run_once(self, run: ResponseRun, spec: TurnSpec) -> Output:
-        services = self._services
-        services.limits.check_ready()
-        if services.limits.num_waiting or not self._has_share(run.owner):
+    async def _run_once(
+        self, run: ResponseRun, spec: TurnSpec, draft: ResponseDraft, num_deaths: int
+    ) -> Output:
+        """Run a response once and return its output; a response that ran at a death runs alone."""
+        self._check_place(run.owner)
+        async with self._gate.place(alone=num_deaths > 0):
+            self._check_place(run.owner)
+            return await self._run_in_place(run, spec, draft, num_deaths)
+
+    def _check_place(self, owner: str) -> None:
+        """Raise ApiError 503 unless the engine has a place for a background response of this key."""
+        limits = self._services.limits
+        limits.check_ready()
+        if limits.num_waiting or not self._has_share(owner):
             raise overloaded("Requests of waiting clients go first.", 1)
+
+    async def _run_in_place(
+        self, run: ResponseRun, spec: TurnSpec, draft: ResponseDraft, num_deaths: int
+    ) -> Output:
+        services, key = self._services, (draft.owner, draft.response_id)
         running: RunningTurns | None = None
 
         async def start() -> Sequence[AsyncTurn]:
+            counted = StartResponse(owner=key[0], response_id=key[1], starts=num_deaths + 1)
+            await services.engine.apply(counted)
+            self._started[key] = num_deaths
+            self._in_engine.add(key)
             turn = services.engine.submit(spec)
             await turn.accepted()
             return [turn]
@@ -536,6 +635,14 @@ class BackgroundRunner:
 
     def _has_share(self, owner: str) -> bool:
         return self._services.limits.in_flight(owner) < self._services.settings.max_in_flight_per_key
+
+
+def _engine_died_running(num_deaths: int) -> ApiError:
+    sentence = (
+        f"The engine died {num_deaths} times while this response ran, so it is not run again. "
+        "Send a shorter or another request."
+    )
+    return ApiError(500, "engine_died_running", sentence)
 
 
 class _Job(msgspec.Struct):
@@ -588,16 +695,3 @@ def draft_of(record: ResponseRecord) -> ResponseDraft:
     return ResponseDraft(
         **{name: getattr(record, name) for name in names}, expires_at_s=record.expires_at_s, background=True
     )
-
-
-async def delete_expired_periodically(services: Services) -> None:
-    """Delete expired records periodically, until this is cancelled."""
-    while True:
-        if services.engine.state == "ready":
-            now_s = services.now_s()
-            with suppress(PensieveError):  # retried after the interval
-                await services.engine.apply(Expire(now_s=now_s))
-                # Each change deletes a few records, so that engine steps run in between.
-                while await services.read("", services.history.has_expired, now_s):
-                    await services.engine.apply(Expire(now_s=now_s))
-        await asyncio.sleep(_PERIOD_S)

@@ -9,6 +9,7 @@ request finds the name and is answered with the same ids. For a request with an 
 stores the name and a digest of the body, so items that were deleted since are not appended again. Without a
 key, the server remembers the name until the client has the response. Then only a request that is marked as a
 retry (`x-stainless-retry-count`) reuses the name, because a client may send the same items twice on purpose.
+A request for a new conversation needs an idempotency key to be recognized.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from pensieve_jax.core.errors import ConversationChangedError, UnknownRecordError
+from pensieve_jax.core.errors import ConversationChangedError, InvalidRequestError, UnknownRecordError
 from pensieve_jax.history.server_tables.changes import (
     AppendItems,
     ConversationRow,
@@ -31,10 +32,11 @@ from pensieve_jax.history.server_tables.changes import (
     Idempotency,
     UpdateConversation,
 )
+from pensieve_jax.history.server_tables.idempotency_table import NEW_CONVERSATION
 from pensieve_jax.server.async_engine import UNANSWERED
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
-from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
+from pensieve_jax.server.http.errors import ApiError, invalid_value, is_taken_key, unsupported
 from pensieve_jax.server.http.pagination import page_object, page_of_items
 from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, encode_json, json_reply
 from pensieve_jax.server.http.request import HttpRequest
@@ -106,9 +108,13 @@ class Conversations:
         ]
 
     async def create(self, call: HttpRequest) -> HttpResponse:
-        """Create a conversation with its first items."""
+        """Create a conversation with its first items, or answer with the one of the same idempotency key."""
         body = await call.decode(NewConversation) if call.body else NewConversation()
         check_metadata(body.metadata)
+        key, body_sha256 = idempotency_key(call.headers), hashlib.sha256(call.body).hexdigest()
+        known = await _created_before(call, key, body_sha256)
+        if known is not None:
+            return json_reply(_conversation_object(known))
         call.ticket.charge("written_rows", 1 + len(body.items or ()))
         items = await call.run_cpu(
             lambda: json.dumps(with_new_ids(_new_items(call, body.items or [])), separators=COMPACT)
@@ -127,8 +133,20 @@ class Conversations:
             metadata=row.metadata,
             created_at_s=row.created_at_s,
             items=items,
+            idempotency=key_record(key, body_sha256, row.created_at_s),
+            quota=call.services.settings.storage_quota,
         )
-        await call.services.engine.apply(change)
+        try:
+            await call.services.engine.apply(change)
+        except UNANSWERED:
+            if key is None or await _created_before(call, key, body_sha256) is None:
+                raise
+        except InvalidRequestError as error:
+            # A request with the same key came between the look-up and the change.
+            known = await _created_before(call, key, body_sha256) if is_taken_key(error) else None
+            if known is None:
+                raise
+            row = known
         return json_reply(_conversation_object(row))
 
     async def retrieve(self, call: HttpRequest) -> HttpResponse:
@@ -143,6 +161,8 @@ class Conversations:
             owner=call.owner,
             conversation_id=call.path["conversation_id"],
             metadata=json.dumps(body.metadata or {}),
+            updated_at_s=call.services.now_s(),
+            quota=call.services.settings.storage_quota,
         )
         await call.services.engine.apply(change)
         return json_reply(_conversation_object(await _row(call)))
@@ -204,6 +224,7 @@ class Conversations:
                 idempotency=append.idempotency,
                 name=append.name,
                 appended_at_s=now_s,
+                quota=call.services.settings.storage_quota,
             )
 
         async def stored_name() -> str | None:
@@ -279,6 +300,29 @@ async def _row(call: HttpRequest) -> ConversationRow:
     row: ConversationRow = await call.read(
         call.services.history.conversation, call.owner, call.path["conversation_id"]
     )
+    return row
+
+
+async def _created_before(call: HttpRequest, key: str | None, body_sha256: str) -> ConversationRow | None:
+    """Return the conversation that a request with this key created; None without one.
+
+    Raises ApiError 422 if the key was used with another body.
+    """
+    if key is None:
+        return None
+    return await call.read(
+        _created_with, call.services.history, call.owner, key, body_sha256, call.services.now_s()
+    )
+
+
+def _created_with(
+    history: Any, owner: str, key: str, body_sha256: str, now_s: float
+) -> ConversationRow | None:
+    known = history.idempotent(owner, key, now_s, conversation_id=NEW_CONVERSATION)
+    if known is None:
+        return None
+    check_same_body(body_sha256, known.body_sha256)
+    row: ConversationRow = history.conversation(owner, known.result_id)
     return row
 
 

@@ -187,11 +187,14 @@ class ResponseCreation:
     ) -> tuple[ResponsePlan, Earlier | None]:
         """Return the plan of a request, and the response of the same request if one was created meanwhile.
 
-        Unlocks the conversation if the plan is not to be run. Raises ApiError and UnknownRecordError.
+        Unlocks the conversation if the plan is not to be run. Raises ApiError, UnknownRecordError, and
+        StorageQuotaError for a response that would be stored.
         """
         call, services = request.call, self._services
         is_to_run, earlier = False, None
         try:
+            if request.body.stores:
+                await services.storage.check(call.owner)
             estimate = reading(services, call.owner, request.body, len(call.body))
             plan = await services.run_cpu(
                 call.owner,

@@ -115,9 +115,12 @@ class ResponseEvents:
 
 
 def failure_object(error: ApiError) -> dict[str, Any]:
-    """Return the `error` object of a failed response; OpenAI defines the codes."""
+    """Return the `error` object of a failed response.
+
+    OpenAI defines the values of `code`, which strict clients check; `pensieve_code` is this server's.
+    """
     code = "rate_limit_exceeded" if error.status in (429, 503) else "server_error"
-    return {"code": code, "message": error.message}
+    return {"code": code, "message": error.message, "pensieve_code": error.code}
 
 
 async def turn_events(
@@ -283,7 +286,7 @@ def _last_events(
         last = [events.interruption(NOT_RUNNING)]
     elif response["status"] == "failed":
         failed = response["error"]
-        last = events.failure(ApiError(500, failed["code"], failed["message"]))
+        last = events.failure(ApiError(500, failed.get("pensieve_code", failed["code"]), failed["message"]))
     elif response["status"] == "cancelled":
         last = events.cancelled()
     elif not events.equals(response):

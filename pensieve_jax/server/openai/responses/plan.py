@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
+from pensieve_jax.core.structured import KINDS
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
@@ -72,7 +73,8 @@ def errors_of_job(spec: TurnSpec) -> PlanErrors:
     """Return the errors of a turn whose request is known by its turn only."""
     form = spec.params.structured
     at = "tools" if form is not None and (form.kind == "grammar" or form.frame) else "text.format"
-    return PlanErrors({**ENGINE_FIELDS, "structured": at}, (), ToolChoice())
+    names = ("structured", *(f"structured.{part}" for part in (*KINDS, "frame")))
+    return PlanErrors({**ENGINE_FIELDS, **dict.fromkeys(names, at)}, (), ToolChoice())
 
 
 class ResponsePlan:

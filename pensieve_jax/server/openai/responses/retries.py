@@ -108,6 +108,12 @@ class IdempotencyStore:
                 self._undelivered.drop(request, found)
                 return record
 
+    def cancel_unless(self, has_owner: Callable[[str], bool]) -> None:
+        """Cancel the running requests of owners that have no key any more."""
+        for (owner, _), run in list(self._running.items()):
+            if run.task is not None and not run.background and not has_owner(owner):
+                run.task.cancel()
+
     def start(self, owner: str, key: str, run: ResponseRun) -> None:
         """Register a running request with a key."""
         self._running[owner, key] = run

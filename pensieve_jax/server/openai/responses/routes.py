@@ -43,6 +43,7 @@ class Responses:
         self._creation = ResponseCreation(
             services, self.background, self._idempotency, self._streams, self.locks
         )
+        services.keys.on_change(lambda: self._idempotency.cancel_unless(services.keys.has_owner))
         services.tables |= {
             "locked_conversations": lambda: len(self.locks),
             "background_responses": lambda: self.background.num_running,
@@ -91,7 +92,7 @@ class Responses:
         services, response_id = call.services, call.path["response_id"]
         record: ResponseRecord = await call.read(services.history.response, call.owner, response_id)
         if record.status == "queued":
-            await self.background.cancel(call.owner, record)
+            await self.background.cancel(call.owner, response_id)
         await services.engine.apply(DeleteResponse(owner=call.owner, response_id=response_id))
         if record.turn_id is not None:
             services.resolver.index.forget(call.owner, record.turn_id)
@@ -110,7 +111,7 @@ class Responses:
                 f"Response {response_id!r} does not run in the background; close its connection to cancel it."
             )
             raise invalid_value("response_id", sentence)
-        return json_reply(await self.background.cancel(call.owner, record))
+        return json_reply(await self.background.cancel(call.owner, response_id))
 
     async def count_tokens(self, call: HttpRequest) -> HttpResponse:
         """Answer with the number of tokens of a context."""

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 
 import openai
 import pytest
 
-from pensieve_jax.core.errors import EngineDiedError, HistoryError, HistoryMismatchError, StepFailedError
+from pensieve_jax.core.errors import (
+    EngineDiedError,
+    HistoryBusyError,
+    HistoryError,
+    HistoryMismatchError,
+    StepFailedError,
+)
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import responses_table
-from pensieve_jax.history.server_tables.changes import DeleteResponse, QueueResponse
+from pensieve_jax.history.server_tables.changes import (
+    AppendItems,
+    DeleteResponse,
+    Expire,
+    QueueResponse,
+    StartResponse,
+)
+from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses import background
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
 from tests.server.fakes import say
@@ -49,8 +64,9 @@ def ended(client, response_id: str):
 def test_a_response_is_queued_running_and_completed(server, client):
     queued = client.responses.create(input="hi", background=True)
     assert queued.status == "queued" and queued.background and queued.output == [] and queued.usage is None
-    assert isinstance(server.engine.changes[-1], QueueResponse)
     turn = turn_of(server)
+    of_it = [change for change in server.engine.changes if not isinstance(change, Expire)]
+    assert list(map(type, of_it)) == [QueueResponse, StartResponse]
     assert f"resp_{turn.turn_id}" == queued.id and turn.spec.params.seed is not None
     feed(server, turn, "hel")
     wait_until(lambda: client.responses.retrieve(queued.id).status == "in_progress")
@@ -386,7 +402,8 @@ def test_expired_responses_are_deleted_in_small_batches(tmp_path, monkeypatch):
     path = tmp_path / "history.sqlite"
     with LiveServer(path, say("hello")) as server, server.client() as client:
         ids = [client.responses.create(input="hi").id for _ in range(3)]
-    with LiveServer(path, start_s=START_S + 31 * 24 * 3600) as server, server.client() as client:
+    settings, start_s = ServerSettings(confirm_clock="2026-10-22"), START_S + 31 * 24 * 3600
+    with LiveServer(path, start_s=start_s, settings=settings) as server, server.client() as client:
         wait_until(lambda: len(server.engine.changes) == 3)
         for response_id in ids:
             with pytest.raises(openai.NotFoundError):
@@ -417,3 +434,45 @@ def test_an_expired_turn_is_not_continued_by_its_messages(tmp_path):
         again = client.responses.create(input=[*said, {"role": "user", "content": "ho"}], background=True)
         assert ended(client, again.id).output_text == "hello"
         assert server.engine.turns[-1].spec.node.parent_id is None
+
+
+def test_a_change_on_its_way_is_a_conflict_of_the_request_and_fails_no_queued_response(server, client):
+    """The engine applies an append that was sent before the response locked the conversation."""
+    made = client.conversations.create().id
+    engine, apply = server.engine, server.engine.apply
+    sent, released, applied = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def in_order(change) -> None:
+        if isinstance(change, AppendItems):
+            sent.set()
+            await released.wait()
+            await apply(change)
+            applied.set()
+            return
+        if isinstance(change, QueueResponse):
+            released.set()
+            await applied.wait()
+        await apply(change)
+
+    server.on_loop(lambda: setattr(engine, "apply", in_order))
+    asked = [{"role": "user", "content": "first"}]
+    append = threading.Thread(target=lambda: client.conversations.items.create(made, items=asked))
+    append.start()
+    server.wait_for(sent.wait())
+    with pytest.raises(openai.ConflictError) as raised:
+        client.responses.create(input="hi", conversation=made, background=True)
+    append.join()
+    assert raised.value.code == "conversation_locked"
+    assert not engine.turns and server.on_loop(lambda: server.responses.background.num_running) == 0
+    queued = client.responses.create(input="hi", conversation=made, background=True)
+    feed(server, turn_of(server), "hello", end=True)
+    assert ended(client, queued.id).status == "completed"
+
+
+def test_a_lock_of_another_program_fails_no_background_response(server, client, monkeypatch):
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
+    queued = client.responses.create(input="hi", background=True)
+    turn = turn_of(server)
+    server.on_loop(lambda: turn.fail(HistoryBusyError("locked")))
+    feed(server, turn_of(server, 1), "hello", end=True)
+    assert ended(client, queued.id).output_text == "hello"

@@ -297,7 +297,7 @@ def test_a_client_that_cancels_may_leave_before_the_end(server, client):
     async def leave() -> bool:
         turn.cancel = end_slowly
         record = history.response("", queued.id)
-        cancelling = asyncio.ensure_future(server.responses.background.cancel("", record))
+        cancelling = asyncio.ensure_future(server.responses.background.cancel("", record.response_id))
         await is_asked.wait()
         cancelling.cancel()
         await asyncio.wait({cancelling})

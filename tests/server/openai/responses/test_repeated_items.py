@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from pensieve_jax.core.errors import EngineClosedError
-from pensieve_jax.history.server_tables.changes import AppendItems
+from pensieve_jax.history.server_tables.changes import AppendItems, CreateConversation
 from pensieve_jax.server.openai.responses.conversations import LIFETIME_S, MAX_UNANSWERED, Appends
 from pensieve_jax.server.openai.responses.retries import KEY_LIFETIME_S
 from tests.server.openai.responses.test_left_behind import DIED, NO_ANSWER, losing
@@ -113,6 +113,42 @@ def test_a_key_is_for_one_body_and_one_conversation(client):
         assert raised.value.code == "idempotency_key_reused"
     client.conversations.items.create(other, items=items("no"), extra_headers=KEY)
     assert (texts_of(client, made), texts_of(client, other)) == (["yes", "no"], ["no"])
+
+
+def test_a_key_creates_one_conversation(server, client):
+    first = client.conversations.create(items=items("yes"), extra_headers=KEY)
+    again = client.conversations.create(items=items("yes"), extra_headers=KEY)
+    assert again.to_dict() == first.to_dict() and texts_of(client, first.id) == ["yes"]
+    with pytest.raises(openai.UnprocessableEntityError) as raised:
+        client.conversations.create(items=items("no"), extra_headers=KEY)
+    assert raised.value.code == "idempotency_key_reused"
+    # The scopes are apart: an append and a response may have the same key.
+    client.conversations.items.create(first.id, items=items("no"), extra_headers=KEY)
+    assert texts_of(client, first.id) == ["yes", "no"]
+    client.conversations.delete(first.id)
+    assert client.conversations.create(items=items("no"), extra_headers=KEY).id != first.id
+    assert client.conversations.create().id != client.conversations.create().id
+
+
+def test_simultaneous_requests_with_one_key_create_one_conversation(server):
+    async def ask():
+        asked = [
+            server.harness.open("POST", "/v1/conversations", {"items": items("yes")}, KEY) for _ in range(8)
+        ]
+        return [await one.whole() for one in asked]
+
+    answers = server.wait_for(ask())
+    assert {status for status, _, _ in answers} == {200}
+    assert len({json.loads(raw)["id"] for _, _, raw in answers}) == 1
+
+
+@pytest.mark.parametrize("error", [NO_ANSWER, DIED])
+def test_a_conversation_whose_answer_was_lost_is_found_by_its_key(server, client, error):
+    with losing(server, CreateConversation, error):
+        made = client.conversations.create(items=items("pay 5"), extra_headers=KEY)
+    assert sum(isinstance(change, CreateConversation) for change in server.engine.changes) <= 2
+    assert client.conversations.create(items=items("pay 5"), extra_headers=KEY).id == made.id
+    assert texts_of(client, made.id) == ["pay 5"]
 
 
 def test_a_key_keeps_its_body_whatever_happened_to_its_items(server, client):

@@ -1,0 +1,56 @@
+"""Whether a key may store more, asked before a turn is computed.
+
+Owns: the look-up of what an owner stores, and how old it may be.
+Does not know: how amounts are counted, or the quotas of changes, which the history checks itself.
+
+A turn that was computed is always stored. So a key may exceed its quota by the turns that it had running when
+it reached the quota.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from pensieve_jax.history.server_tables.changes import StorageQuota
+from pensieve_jax.history.server_tables.quotas import check_room
+from pensieve_jax.history.stored_amounts import StoredAmounts
+
+_MAX_AGE_S: Final = 1.0
+"""Age of an answer that is used again if the history is on another machine."""
+_MAX_OWNERS: Final = 10_000
+
+
+class StorageCheck:
+    """The check of one server. Used by the event loop's thread only."""
+
+    def __init__(self, history: Any, quota: StorageQuota, read: Callable[..., Awaitable[Any]]) -> None:
+        """Check with what the reader `history` says; `read` runs a read of it for an owner."""
+        self._history = history
+        self._quota = quota
+        self._read = read
+        self._recent: dict[str, tuple[float, StoredAmounts]] = {}
+
+    async def check(self, owner: str) -> None:
+        """Raise StorageQuotaError unless the owner may store another response; raise HistoryError."""
+        quota = self._quota
+        if self._history is not None and (quota.responses is not None or quota.bytes is not None):
+            check_room(await self._stored(owner), quota)
+
+    async def _stored(self, owner: str) -> StoredAmounts:
+        if not self._history.is_remote:
+            return await self.stored(owner)
+        found = self._recent.get(owner)
+        if found is not None and time.monotonic() - found[0] <= _MAX_AGE_S:
+            return found[1]
+        if len(self._recent) >= _MAX_OWNERS:
+            self._recent.clear()
+        amounts = await self.stored(owner)
+        self._recent[owner] = time.monotonic(), amounts
+        return amounts
+
+    async def stored(self, owner: str) -> StoredAmounts:
+        """Return what an owner stores now; raise HistoryError."""
+        amounts: StoredAmounts = await self._read(owner, self._history.stored_by, owner)
+        return amounts
