@@ -206,7 +206,8 @@ class LLM:
                     messages, sampling_params, conversation_id, prefix=prefix, options=options
                 )
             ]
-        outputs = run_all(self.engine, specs, progress=self._progress)
+        with self._prompts.named_tools(options):
+            outputs = run_all(self.engine, specs, progress=self._progress)
         return outputs if several else outputs[0]
 
     def stream_chat(
@@ -226,7 +227,8 @@ class LLM:
         spec = self._prompts.chat_turn(
             messages, sampling_params, conversation_id, prefix=prefix, options=options
         )
-        return Stream(self.engine, spec)
+        with self._prompts.named_tools(options):
+            return Stream(self.engine, spec)
 
     # Turns that the caller steps
 

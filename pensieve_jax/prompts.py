@@ -9,7 +9,8 @@ Called by `LLM` and the server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
@@ -37,6 +38,7 @@ from pensieve_jax.text import (
 )
 from pensieve_jax.text.messages import call_ids, check_results, prefill_of
 from pensieve_jax.text.reply_forms import form_with_calls, with_placed_form
+from pensieve_jax.text.schema_errors import schema_error
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
 type Messages = Sequence[Message]
@@ -307,12 +309,20 @@ class PromptEncoder:
         # The engine names parameters of another type.
         if not isinstance(params, SamplingParams) or not template_input.reply.calls or tokenizer is None:
             return params
-        functions = (tool.get("function", {}) for tool in options.tools or ())
-        strict = [function["name"] for function in functions if function.get("strict")]
         form = form_with_calls(
-            params.structured, template_input.tools, template_input, tokenizer, strict=strict
+            params.structured, template_input.tools, template_input, tokenizer, strict=_strict_names(options)
         )
         return replace(params, structured=form)
+
+    @contextmanager
+    def named_tools(self, options: ChatOptions) -> Iterator[None]:
+        """Name the tool in errors about the grammar of calls that are raised in the block."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            if error.field != "structured.frame" or not _strict_names(options):
+                raise
+            raise schema_error(error, check_tools(options.tools), _strict_names(options)) from error
 
     def _format(self) -> ChatFormat:
         if self._chat_format is None:
@@ -346,6 +356,12 @@ class PromptEncoder:
             if turn.messages is not None:
                 last_input = turn.template_input
         return turns, record.token_ids.tolist(), last_input
+
+
+def _strict_names(options: ChatOptions) -> list[str]:
+    """Return the names of the given tools whose calls follow their schemas."""
+    functions = (tool.get("function", {}) for tool in options.tools or ())
+    return [function["name"] for function in functions if function.get("strict")]
 
 
 def parsers_of(config: EngineConfig | None) -> Parsers:

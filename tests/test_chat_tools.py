@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pensieve_jax import LLM, SamplingParams, StructuredOutput
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import InvalidRequestError, UnsupportedGrammarError
 from pensieve_jax.core.outputs import ToolCall
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.prompts import ChatOptions
@@ -226,3 +226,26 @@ def test_a_shared_prefix_brings_its_tools(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InvalidRequestError) as caught:
         llm.share_prefix("text", tools=TOOLS)
     assert caught.value.field == "tools"
+
+
+def test_an_error_of_a_strict_tools_schema_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(byte_tokenizer()._backend, eos_token="<eos>", chat_template=HERMES)
+    llm, _ = fake_llm(monkeypatch, tokenizer=tokenizer)
+    error = UnsupportedGrammarError("structured.frame", "start: call", "within (not at 2(11))")
+
+    def submit(specs: object) -> None:
+        raise error
+
+    monkeypatch.setattr(llm.engine, "submit", submit)
+    schemas = ({"type": "object"}, {"type": "object", "properties": {"a": {"not": {}}}})
+    tools = [
+        {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+        for name, schema in zip(("add", "now"), schemas, strict=True)
+    ]
+    params = SamplingParams(structured=StructuredOutput.choice(["yes"]))
+    with pytest.raises(UnsupportedGrammarError, match="not") as caught:
+        llm.chat([user("hi")], params, tools=tools)
+    assert caught.value.field == "tools[1].function.parameters"
+    with pytest.raises(UnsupportedGrammarError, match="not") as caught:
+        llm.stream_chat([user("hi")], params, tools=tools)
+    assert caught.value.field == "tools[1].function.parameters"

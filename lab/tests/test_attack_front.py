@@ -22,10 +22,11 @@ def test_bodies_are_json_that_the_server_reads():
 
 
 @pytest.mark.long
-def test_a_server_is_attacked_and_lives(launch, capsys):
-    flags = {"only": "lists in", "attack_s": 1.0, "quiet_s": 0.5, "rest_s": 0.5, "json": True}
+def test_a_server_is_attacked_and_lives(launch, tmp_path):
+    document = tmp_path / "found.json"
+    flags = {"only": "lists in", "attack_s": 1.0, "quiet_s": 0.5, "rest_s": 0.5, "json": str(document)}
     assert launch("pensieve_lab.programs.attack_front", shared_llm=False, **flags) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    found = json.loads(document.read_text())["results"]
     (row,) = found["attacks"]
     assert not found["has_died"] and row["statuses"] and row["during"]["num"] > 0
     assert row["front_mb_most"] >= row["front_mb_before"] > 10

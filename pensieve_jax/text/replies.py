@@ -35,11 +35,13 @@ class ReplyParts(NamedTuple):
       content: the text for the user.
       reasoning: the text before it that the model wrote between its marks of reasoning; "" without them.
       calls: the tool calls; their arguments are text, as the model wrote them.
+      is_cut: whether the reply ends within its last call.
     """
 
     content: str
     reasoning: str = ""
     calls: Sequence[ToolCall] = ()
+    is_cut: bool = False
 
 
 class ReplyReader:
@@ -111,7 +113,7 @@ def _parts(parser: ReplyParser, text: str, reply: ReplyFormat, turn: str) -> Rep
         ToolCall(call_id(turn, index, row=reply.calls, header=call.header), call.name, call.arguments)
         for index, call in enumerate(found.calls)
     )
-    return ReplyParts(found.content, found.reasoning, calls)
+    return ReplyParts(found.content, found.reasoning, calls, parser.is_in_call)
 
 
 def num_reasoning_tokens(pieces: Iterable[str], template: TemplateInput) -> int:

@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.core.structured import WHOLE, StructuredOutput
+from pensieve_jax.core.structured import MAX_GRAMMAR_BYTES, WHOLE, StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.text.tokenizer import Tokenizer
 from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
@@ -70,7 +71,7 @@ def form_of_calls(
     """Return the form of a reply that is one or more calls of these tools, with the schemas' arguments."""
     row = TOOL_FORMATS[template.reply.calls]
     grammar = call_grammar(row, tools, tokenizer, has_one_call=has_one_call, shown=template.tools)
-    return StructuredOutput("grammar", grammar, frame=WHOLE)
+    return StructuredOutput("grammar", _checked_size(grammar), frame=WHOLE)
 
 
 def form_with_calls(
@@ -115,5 +116,14 @@ def form_with_calls(
         shown=template.tools,
     )
     if form is None:
-        return StructuredOutput("grammar", grammar, frame=WHOLE)
-    return replace(form, frame=grammar)
+        return StructuredOutput("grammar", _checked_size(grammar), frame=WHOLE)
+    return replace(form, frame=_checked_size(grammar))
+
+
+def _checked_size(grammar: str) -> str:
+    """Return a grammar of calls; raise InvalidRequestError, naming `tools`, for one that is too large."""
+    num_bytes = len(grammar.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        limit = f"at most {MAX_GRAMMAR_BYTES} bytes; shorten schemas, or let tool_choice allow fewer tools"
+        raise InvalidRequestError("tools", f"a grammar of {num_bytes} bytes", limit)
+    return grammar

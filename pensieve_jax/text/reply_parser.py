@@ -5,7 +5,8 @@ Does not know: tokens, requests, how calls are numbered across turns, or who car
 
 The parts do not depend on how the text is cut into pieces. Three rules make that so:
 
-- White space behind a mark belongs to no part, nor does white space between content and a call.
+- White space behind a mark belongs to no part, nor does white space between content and a call. Where
+  content goes on behind a call, it begins with one line break.
 - A text that may still become a mark is held back. Marks within JSON strings are text of the arguments.
 - Arguments are held until the name of their call is known, since some models write them first.
 
@@ -72,6 +73,8 @@ class ReplyParser:
         """
         self.num_calls = 0
         self.is_over = False
+        self._num_ended_calls = 0
+        self._has_content = self._needs_break = False
         self._tools, self._reasoning = tools, reasoning
         self._schemas, self._max_calls = schemas, max_calls
         self._headers: set[str] = set()
@@ -103,6 +106,13 @@ class ReplyParser:
         if self._state in (self._think, self._before_reasoning):
             return True
         return self._state == self._body_of_message and self._channel == "analysis"
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the text so far, or at the end the reply, ends within a call."""
+        if self._channel == "call" and self._value.is_over:  # the id that ends the message is not text
+            return False
+        return self._num_ended_calls < self.num_calls
 
     @property
     def holds_content(self) -> bool:
@@ -158,8 +168,12 @@ class ReplyParser:
         return False
 
     def _say(self, kind: type[ReasoningText] | type[ContentText], text: str) -> None:
-        if text:
-            self._events.append(kind(text))
+        if not text:
+            return
+        if kind is ContentText:
+            text = f"\n{text}" if self._needs_break else text
+            self._has_content, self._needs_break = True, False
+        self._events.append(kind(text))
 
     def _drop_space(self) -> str:
         """Drop white space at the beginning of the unread text, and return the rest."""
@@ -284,6 +298,7 @@ class ReplyParser:
     def _call(self, name: str, header: str = "") -> None:
         self._name, self._raw = without_surrogates(name), ""
         self.num_calls += 1
+        self._needs_break = self._has_content
         header = self._distinct_header(without_surrogates(header))
         self._events.append(CallBegun(self.num_calls - 1, self._name, header))
 
@@ -311,6 +326,7 @@ class ReplyParser:
             self._pass("{}")
         self._events.append(CallEnded(self.num_calls - 1))
         self._name, self._num_ends = "", 0
+        self._num_ended_calls += 1
         self.is_over = self.num_calls == self._max_calls
         self._state = self._nothing if self.is_over else following
 
@@ -562,7 +578,7 @@ class ReplyParser:
         self._channel = "final" if channel is None else channel[1]
         self._is_after_mark = True
         if recipient is not None and self._tools is not None and recipient[1].startswith("functions."):
-            self._channel, self._has_arguments = "call", False
+            self._channel, self._has_arguments, self._value = "call", False, JsonValue()
             self._call(recipient[1].removeprefix("functions."))
         if self._channel == "analysis" and self._reasoning is None:
             self._channel = "final"
@@ -594,6 +610,8 @@ class ReplyParser:
             return
         self._is_after_mark = False
         if self._channel == "call":
+            self._value.read(text, ())
+            self._value.take()
             self._pass(text)
         elif self._channel == "analysis":
             self._say(ReasoningText, text)

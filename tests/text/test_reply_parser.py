@@ -256,3 +256,16 @@ def test_names_in_a_call_need_not_be_identifiers_of_python(text, name, arguments
 @pytest.mark.parametrize("text", ["f(1)", "f(a==1)", "f(a=g())", "f(a=b)", "f-(a=1)"])
 def test_other_text_is_no_call(text) -> None:
     assert read("pythonic", f"[{text}]", schemas={"f": {}}) == ParsedReply("", f"[{text}]", ())
+
+
+def test_texts_around_calls_are_a_line_apart():
+    """However the reply is cut into pieces, and one line however much white space the model writes."""
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    text = f"one \n\n{call}\n\n two{call}{call}three"
+    for size in (1, 2, 7, len(text)):
+        parser = ReplyParser(TOOL_FORMATS["hermes"])
+        events = [e for at in range(0, len(text), size) for e in parser.feed(text[at : at + size])]
+        found = parsed_reply([*events, *parser.end()])
+        assert found.content == "one\ntwo\nthree" and len(found.calls) == 3
+    parser = ReplyParser(TOOL_FORMATS["hermes"])
+    assert parsed_reply([*parser.feed(f"{call} after"), *parser.end()]).content == "after"

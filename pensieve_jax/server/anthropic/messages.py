@@ -45,7 +45,7 @@ from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.structured import AskedForm
 from pensieve_jax.server.turns.template import ignores_effort
-from pensieve_jax.server.turns.tool_choice import FIELDS, with_choice
+from pensieve_jax.server.turns.tool_choice import error_of_calls, form_fields, with_choice
 from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text.replies import call_id, new_parser
 from pensieve_jax.text.reply_parser import ReplyParser
@@ -153,7 +153,7 @@ class NewMessage(MessageContext):
         self._wait = call.unless_gone
         self._request_id = call.notes.request_id
         self._form = asked.form
-        self._form_fields = {**FIELDS, **asked.fields}
+        self._form_fields = form_fields(self._choice, asked)
         self._owner = call.owner
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
@@ -162,7 +162,9 @@ class NewMessage(MessageContext):
         try:
             return await self._turns.start(self._params, max_tokens=self._body.max_tokens)
         except InvalidRequestError as error:
-            raise self._as_api_error(error) from error
+            tools = self._turns.template_input.tools
+            found = error_of_calls(error, self._form_fields, tools, self._choice)
+            raise self._as_api_error(found) from error
 
     async def whole(self, running: RunningTurns) -> dict[str, Any]:
         """Wait for the reply and return the message; raise its failure."""

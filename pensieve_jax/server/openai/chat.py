@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
+from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.app import Route
-from pensieve_jax.server.http.errors import renamed_fields
+from pensieve_jax.server.http.errors import as_api_error
 from pensieve_jax.server.http.long_json import EncodedList
 from pensieve_jax.server.http.replies import HttpResponse, encode_json
 from pensieve_jax.server.http.request import HttpRequest
@@ -36,7 +37,7 @@ from pensieve_jax.server.turns.run import RunningTurns
 from pensieve_jax.server.turns.sampling import choice_params
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.turns.template import ignores_effort
-from pensieve_jax.server.turns.tool_choice import FIELDS, with_calls, with_choice
+from pensieve_jax.server.turns.tool_choice import error_of_calls, form_fields, with_calls, with_choice
 from pensieve_jax.text.messages import message_call
 from pensieve_jax.text.replies import ReplyParts, call_id, has_parts, message_of, new_parser
 from pensieve_jax.text.reply_events import (
@@ -72,9 +73,7 @@ class ChatCompletion:
         self.fields: Final = {
             **{"prompt": "messages", "logprobs": "top_logprobs"},
             "structured.prefill": f"messages[{len(body.messages) - 1}].content",
-            **FIELDS,
-            # Where calls are demanded, a form of the text has no effect.
-            **({} if self._choice.mode == "required" else asked.fields),
+            **form_fields(self._choice, asked),
         }
         self._form = asked.form
         self._services = call.services
@@ -105,8 +104,13 @@ class ChatCompletion:
 
     async def start(self) -> RunningTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
-        with renamed_fields(self.fields):
+        try:
             return await self._turns.start(self._params, max_tokens=self._max_tokens)
+        except InvalidRequestError as error:
+            tools = self._turns.template_input.tools
+            raise as_api_error(
+                error_of_calls(error, self.fields, tools, self._choice), self.fields
+            ) from error
 
     # Methods of WireFormat
 
@@ -124,7 +128,7 @@ class ChatCompletion:
                     "index": index,
                     "message": _message(parts),
                     "logprobs": self._all_logprobs(output.logprobs),
-                    "finish_reason": finish_reason(output.finish_reason, num_calls=len(parts.calls)),
+                    "finish_reason": self._finish_reason(output, len(parts.calls), is_cut=parts.is_cut),
                 }
             )
         whole = {**self._head("chat.completion"), "choices": choices}
@@ -155,11 +159,12 @@ class ChatCompletion:
         logprobs = encode_json(self._logprobs(delta.logprobs))
         return [_choice(index, first, logprobs), *(_choice(index, text) for text in others)]
 
-    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
+    def last_choices(self, index: int, output: Output) -> Iterable[bytes]:
         """Return what was held back, and the last delta of a choice, with only its finish reason."""
         stream = self._stream(index)
         rest = [] if stream is None else stream.end()
-        found = finish_reason(reason, num_calls=0 if stream is None else stream.num_calls)
+        num_calls, is_cut = (0, False) if stream is None else (stream.num_calls, stream.is_in_call)
+        found = self._finish_reason(output, num_calls, is_cut=is_cut)
         return [*(_choice(index, text) for text in rest), _choice(index, b"{}", reason=found)]
 
     # Private methods
@@ -174,6 +179,20 @@ class ChatCompletion:
             )
         return self._streams[index]
 
+    def _finish_reason(self, output: Output, num_calls: int, *, is_cut: bool) -> str:
+        """Return how a choice ended: "tool_calls" if its reply has calls and is complete.
+
+        `is_cut` is whether the reply ended within a call. Where the client's own stop string or id ended it
+        there, the call must not run. A call that the model itself left incomplete is what it called.
+        """
+        if output.finish_reason != "stop" or not num_calls:
+            return output.finish_reason
+        stop_ids = frozenset(self._body.stop_token_ids or ()).difference(
+            self._services.engine.info.limits.eos_token_ids
+        )
+        is_stopped = output.stop_string is not None or not stop_ids.isdisjoint(output.token_ids[-1:])
+        return "stop" if is_cut and is_stopped else "tool_calls"
+
     def _params(self, room: int) -> list[SamplingParams]:
         """Return the parameters of each choice, for contexts that leave `room` tokens for a reply."""
         params = choice_params(
@@ -186,9 +205,8 @@ class ChatCompletion:
         template_input = self._turns.contexts[0].template_input
         # Once for all choices, which differ in their seeds: the grammar of many tools takes long to write.
         first = with_choice(params[0], template_input, self._choice, self._services.chat_format)
-        form, bad_words, stop = first.structured, first.bad_words, first.stop
         if first is not params[0]:
-            params = [replace(one, structured=form, bad_words=bad_words, stop=stop) for one in params]
+            params = [replace(one, structured=first.structured) for one in params]
         return scored_by_the_first(params, self._num_prompt_logprobs)
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -228,6 +246,11 @@ class ReplyDeltas:
         self._reply, self._turn_id = template.reply, turn_id
         self.num_calls = 0
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the text so far ends within a call."""
+        return self._parser.is_in_call
+
     def deltas(self, text: str) -> list[bytes]:
         """Return the deltas of the next piece of text."""
         return [encode_json(self._delta(event)) for event in _shown(self._parser.feed(text))]
@@ -258,11 +281,6 @@ def _message(parts: ReplyParts) -> dict[str, Any]:
     """Return the message of a choice, whose reasoning has both names that clients read."""
     message = {**message_of(parts), "refusal": None}
     return message | {"reasoning_content": parts.reasoning} if parts.reasoning else message
-
-
-def finish_reason(reason: FinishReason, *, num_calls: int) -> str:
-    """Return how a choice ended: a complete reply with calls ends with "tool_calls"."""
-    return "tool_calls" if num_calls and reason == "stop" else reason
 
 
 def _content(text: str) -> bytes:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.outputs import FinishReason, Output
+from pensieve_jax.core.outputs import Output
 from pensieve_jax.server.async_engine import AsyncDelta
 from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
 from pensieve_jax.server.http.replies import (
@@ -60,7 +60,7 @@ class WireFormat(Protocol):
         """Return the choices for a delta of a turn, each for a chunk of its own."""
         ...
 
-    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
+    def last_choices(self, index: int, output: Output) -> Iterable[bytes]:
         """Return the choices for the end of a turn; the last one has its finish reason."""
         ...
 
@@ -105,7 +105,7 @@ async def _chunks(
                 if delta is None:
                     output = running.turns[index].output
                     assert output is not None
-                    choices = wire_format.last_choices(index, output.finish_reason)
+                    choices = wire_format.last_choices(index, output)
                 else:
                     choices = wire_format.choices(index, delta)
                 chunks = b"".join(event(before + choice + after) for choice in choices)

@@ -21,7 +21,7 @@ from pensieve_jax.core.errors import (
     TokenizerMissingError,
     UnknownTurnError,
 )
-from pensieve_jax.core.outputs import FinishReason, Output, TokenLogprob
+from pensieve_jax.core.outputs import Output, TokenLogprob
 from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.turn_node import RootFor, TurnNode, check_turn_id, new_turn_id, turn_id_under
@@ -355,9 +355,9 @@ class Completion:
         token_ids = delta.token_ids if self._body.return_token_ids else None
         return (_choice(index, delta.text, self._logprobs(index, delta.logprobs), token_ids=token_ids),)
 
-    def last_choices(self, index: int, reason: FinishReason) -> Iterable[bytes]:
+    def last_choices(self, index: int, output: Output) -> Iterable[bytes]:
         """Return the last chunk of a choice, with only its finish reason."""
-        return (_choice(index, "", reason=reason),)
+        return (_choice(index, "", reason=output.finish_reason),)
 
     # Private methods
 

@@ -45,6 +45,7 @@ class MessageTurns:
 
     Attributes:
       contexts: one for each reply, once `start` has found what the messages continue from.
+      template_input: what the template gets beside the messages.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class MessageTurns:
         self._num_characters = num_characters(messages) + num_tool_characters(template_input.tools)
         # Its other fields count as well: sampling options can have a million ids.
         self._estimate = WorkEstimate.of(max(self._num_characters, len(call.body)), len(messages))
-        self._template_input = template_input
+        self.template_input = template_input
         self._num_replies = num_replies
         self._metadata = metadata
         self._paths = paths
@@ -160,7 +161,7 @@ class MessageTurns:
                 durable=self._is_durable,
                 memory=memory,
                 token_limit=token_limit,
-                template_input=self._template_input,
+                template_input=self.template_input,
             )
         except ChatTemplateError as error:
             raise template_error(error, self._messages, "messages", self._paths) from error

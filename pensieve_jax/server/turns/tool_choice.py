@@ -14,17 +14,21 @@ Under auto, arguments of strict tools follow their schemas. Text has the form th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, NamedTuple
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.server.http.errors import invalid_value, unsupported
+from pensieve_jax.server.turns.structured import AskedForm
 from pensieve_jax.text import ChatFormat
 from pensieve_jax.text.reply_forms import form_of_calls, form_with_calls
+from pensieve_jax.text.schema_errors import schema_error
+from pensieve_jax.text.tools import Tool, tool_names
 
-FIELDS: Final = {"structured": "tools", "structured.grammar": "tools", "structured.frame": "tools"}
+_FIELDS: Final = {"structured": "tools", "structured.grammar": "tools", "structured.frame": "tools"}
 """Names of fields by the engine's names, where calls are the form of a reply, or beside it."""
 _MODES: Final = ("none", "auto", "required")
 
@@ -68,15 +72,15 @@ def tool_choice(
         found = choice._replace(mode="required", names=frozenset([name]), has_one_call=True)
         return checked_choice(found, names, f"{field}.name" if "name" in value else f"{field}.function.name")
     if kind == "allowed_tools":
+        at = f"{field}.allowed_tools" if "allowed_tools" in value else field  # Responses has no inner object
         inner = value.get("allowed_tools", value)
         mode, tools = (
             (inner.get("mode", "auto"), inner.get("tools")) if isinstance(inner, Mapping) else (None, None)
         )
         if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
-            sentence = f"{field}.allowed_tools must have the mode auto or required, and a list of tools."
-            raise invalid_value(field, sentence)
+            raise invalid_value(at, f"{at} must have the mode auto or required, and a list of tools.")
         allowed = frozenset(_name_of(tool) for tool in tools)
-        return checked_choice(choice._replace(mode=mode, names=allowed), names, f"{field}.tools")
+        return checked_choice(choice._replace(mode=mode, names=allowed), names, f"{at}.tools")
     if isinstance(kind, str):
         raise unsupported(field, f"a choice of the type {kind[:40]!r} has no function to call")
     limit = f"one of {', '.join(_MODES)}, or an object with the type function or allowed_tools"
@@ -118,6 +122,26 @@ def with_choice(
         has_one_call=has_one_call,
     )
     return replace(params, structured=form_or_calls)
+
+
+def form_fields(choice: ToolChoice, asked: AskedForm) -> dict[str, str]:
+    """Return the client's names of the fields of a reply's form, by the engine's names."""
+    # Where calls are demanded, a form of the text has no effect.
+    return {**_FIELDS, **({} if choice.mode == "required" else asked.fields)}
+
+
+def error_of_calls(
+    error: InvalidRequestError, fields: Mapping[str, str], tools: Sequence[Tool], choice: ToolChoice
+) -> InvalidRequestError:
+    """Return the error of a turn: one about the grammar of its calls names the tool.
+
+    `fields` are those of `form_fields`, and `tools` those of the turn.
+    """
+    if fields.get(error.field) != "tools" or error.field == "structured":
+        return error
+    callable_names = set(tool_names(tools)) if choice.names is None else choice.names
+    held = callable_names if choice.mode == "required" else callable_names & choice.strict
+    return schema_error(error, tools, held) if held else error
 
 
 def checked_choice(choice: ToolChoice, names: Collection[str], field: str) -> ToolChoice:

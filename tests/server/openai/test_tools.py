@@ -591,3 +591,40 @@ def test_two_tools_of_one_name_are_refused(path: Path) -> None:
         status, answer = ask(server.harness, "POST", f"/v1/{route}", fields)
         assert (status, answer["error"]["param"]) == (400, param)
     server.close()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"stop": ["loo"]}, "stop"),
+        ({"stop_token_ids": [ord("#")]}, "stop"),
+        ({"stop": ["</tool_call>"]}, "tool_calls"),
+        ({}, "tool_calls"),
+    ],
+)
+def test_a_reply_that_is_stopped_within_a_call_does_not_end_with_calls(path, is_streamed, fields, reason):
+    text = written("add", '{"x": "l#oom"}')
+    if fields.get("stop") == ["loo"]:
+        text = text.replace("#", "")
+    server = ScriptedServer(path, [text], HERMES)
+    if is_streamed:
+        found = added(events_of(chat(server, stream=True, **fields)))[2]
+    else:
+        found = chat(server, **fields)["choices"][0]["finish_reason"]
+    server.close()
+    assert found == reason
+
+
+def test_a_reply_with_texts_around_a_call_is_found_again(path):
+    server = ScriptedServer(path, [f"one\n{ONE}\ntwo", "done", "bye"], HERMES)
+    message = chat(server)["choices"][0]["message"]
+    assert message["content"] == "one\ntwo"
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "a cat"}
+    answer = chat(server, [USER, message, result])
+    turns = server.harness.engine.turns
+    assert turns[1].spec.node.parent_id == turns[0].turn_id
+    last = answer["choices"][0]["message"]
+    chat(server, [USER, message, result, last, USER])
+    assert turns[2].spec.node.parent_id == turns[1].turn_id
+    server.close()

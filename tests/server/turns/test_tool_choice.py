@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.errors import InvalidRequestError, UnsupportedGrammarError
 from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.text import reply_forms
 from tests.server.fakes import ask
 from tests.server.openai.test_reasoning import events_of
 from tests.server.scripted import ScriptedServer
@@ -295,3 +297,115 @@ def test_a_stream_of_calls_beside_a_form(start: Start, name: str) -> None:
         content = "".join(delta.get("content") or "" for delta in deltas)
         assert content == ("" if has_call else ANSWER)
         assert any("tool_calls" in delta for delta in deltas) == has_call
+
+
+@pytest.mark.parametrize(
+    ("route", "at"), [("chat", "tool_choice.allowed_tools"), ("responses", "tool_choice")]
+)
+def test_errors_of_allowed_tools_have_the_path_of_their_route(start, route, at):
+    server, way = start(), ROUTES[route]
+    body = way.body(form=False)
+    status, answer = ask(server.harness, "POST", way.path, body | way.allowed("auto", "away"))
+    assert status == 400 and answer["error"]["param"] == f"{at}.tools"
+    assert answer["error"]["message"].startswith(f"{at}.tools is 'away'")
+    status, answer = ask(server.harness, "POST", way.path, body | way.allowed("maybe", "add"))
+    assert status == 400 and answer["error"]["param"] == at
+    assert answer["error"]["message"].startswith(f"{at} must have")
+
+
+def error_at(route: Route, answer: Any) -> tuple[str, str]:
+    """Return the field of an error, and its message."""
+    error = answer["error"]
+    return (error["details"]["param"] if route.name == "claude" else error["param"]), error["message"]
+
+
+def raising(server: ScriptedServer, error: InvalidRequestError) -> None:
+    """Let the engine refuse the next turn as it does when it compiles its grammar."""
+    server.harness.engine.refuse.append(error)
+
+
+SCHEMAS = {
+    "chat": lambda route, body, index: body["tools"][index]["function"].update(parameters=UNHELD),
+    "responses": lambda route, body, index: body["tools"][index].update(parameters=UNHELD),
+    "claude": lambda route, body, index: body["tools"][index].update(input_schema=UNHELD),
+}
+UNHELD = {"type": "object", "properties": {"a": {"not": {}}}}
+REFUSED = UnsupportedGrammarError(
+    "structured.frame", 'start: call ("\n" call)*\nobject_0: %json {}', "within (not at 2(11))"
+)
+PATHS = {
+    "chat": "tools[1].function.parameters",
+    "responses": "tools[1].parameters",
+    "claude": "tools[1].input_schema",
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("kind", ["required", "strict"])
+def test_an_error_of_a_schema_names_its_tool(start, name, kind):
+    server, route = start(), ROUTES[name]
+    raising(server, REFUSED)
+    body = route.body(strict=kind == "strict", form=kind == "strict")
+    body |= route.choice("required") if kind == "required" else {}
+    SCHEMAS[name](route, body, 1)
+    status, answer = ask(server.harness, "POST", route.path, body)
+    at, message = error_at(route, answer)
+    assert status == 400 and at == PATHS[name]
+    assert message.startswith(f"{PATHS[name]} is") and '["not"]' in message
+    assert "start:" not in message and "2(11)" not in message
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_an_error_of_all_schemas_together_shows_no_grammar(start, name):
+    server, route = start(), ROUTES[name]
+    raising(server, REFUSED)
+    status, answer = ask(server.harness, "POST", route.path, route.body() | route.choice("required"))
+    at, message = error_at(route, answer)
+    assert status == 400 and at == "tools" and message.startswith("tools is '2 tools'")
+
+
+def test_schemas_that_do_not_count_are_not_named(start):
+    """Under auto, only strict tools have their schemas in the grammar; with a choice, only its tools."""
+    server, route = start(), ROUTES["chat"]
+    raising(server, REFUSED)
+    body = route.body(strict=True, form=False)
+    body["tools"][0]["function"].update(parameters=UNHELD, strict=False)
+    body["tools"][1]["function"].update(parameters=UNHELD)
+    _, answer = ask(server.harness, "POST", route.path, body)
+    assert error_at(route, answer)[0] == PATHS["chat"]
+    raising(server, REFUSED)
+    _, answer = ask(server.harness, "POST", route.path, body | route.choice("named"))
+    assert error_at(route, answer)[0] == PATHS["chat"]
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("kind", ["required", "none"])
+def test_an_error_names_a_field_that_was_sent(start, name, kind):
+    """Where calls are demanded, the form of the text has no effect; without calls, the tools have none."""
+    server, route = start(), ROUTES[name]
+    error = UnsupportedGrammarError("structured", "grammar", "None for a model without an end")
+    raising(server, error)
+    body = route.body(form=True) | route.choice(kind)
+    _, answer = ask(server.harness, "POST", route.path, body)
+    at, message = error_at(route, answer)
+    own = {
+        "chat": "response_format.json_schema.schema",
+        "responses": "text.format.schema",
+        "claude": "output_config.format.schema",
+    }[name]
+    assert at == ("tools" if kind == "required" else own) and message.startswith(f"{at} is")
+    if kind == "required":
+        raising(server, error)
+        _, answer = ask(server.harness, "POST", route.path, route.body(form=False) | route.choice(kind))
+        assert error_at(route, answer)[0] == "tools"
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_tools_whose_grammar_is_too_large_are_refused_with_its_size(start, monkeypatch, name):
+    monkeypatch.setattr(reply_forms, "MAX_GRAMMAR_BYTES", 300)
+    server, route = start(), ROUTES[name]
+    status, answer = ask(server.harness, "POST", route.path, route.body() | route.choice("required"))
+    at, message = error_at(route, answer)
+    assert status == 400 and at == "tools"
+    found = re.fullmatch(r"tools is 'a grammar of (\d+) bytes', but must be at most 300 bytes; .*", message)
+    assert found is not None and int(found[1]) > 300 and "fewer tools" in message

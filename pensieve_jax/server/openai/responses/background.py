@@ -69,14 +69,13 @@ from pensieve_jax.server.http.errors import (
     not_found,
     overloaded,
     rate_limited,
-    renamed_fields,
 )
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.logs import log_end_of_task
 from pensieve_jax.server.openai.responses.events import failure_object
 from pensieve_jax.server.openai.responses.expiry import Expiry
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
-from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
+from pensieve_jax.server.openai.responses.plan import PlanErrors, ResponsePlan, errors_of_job
 from pensieve_jax.server.openai.responses.response import head_of, stored_logprobs, stored_response
 from pensieve_jax.server.openai.responses.retries import CompletionWatcher
 from pensieve_jax.server.openai.responses.run import ResponseRun
@@ -152,11 +151,11 @@ class BackgroundResponses:
             self._check_share(run.owner)
             self._services.limits.check_ready()
             self._being_queued.add(plan)
-            with renamed_fields(ENGINE_FIELDS):
+            with plan.errors.renamed():
                 resolved, spec = await self._queued(plan)
             assert plan.draft is not None and plan.head is not None
             run.begin(plan.head)
-            work = partial(self._driver.drive, run, spec, plan.draft, resolved)
+            work = partial(self._driver.drive, run, spec, plan.draft, resolved, plan.errors)
             self._start(run, plan.draft, work, unlock)
             started = True
         finally:
@@ -189,7 +188,8 @@ class BackgroundResponses:
             sentence = "An earlier release queued this response, and this release cannot run it."
             work = partial(self._driver.fail, run, draft, ApiError(500, "server_error", sentence))
         else:
-            work = partial(self._driver.drive, run, spec, draft, None, num_deaths=record.starts)
+            errors = errors_of_job(spec)
+            work = partial(self._driver.drive, run, spec, draft, None, errors, num_deaths=record.starts)
         self._start(run, draft, work, self._locked(draft))
         return run
 
@@ -460,6 +460,7 @@ class BackgroundRunner:
         spec: TurnSpec,
         draft: ResponseDraft,
         resolved: ResolvedContext | None,
+        errors: PlanErrors,
         *,
         num_deaths: int = 0,
     ) -> None:
@@ -488,7 +489,7 @@ class BackgroundRunner:
                 if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
                 if not isinstance(error, (*UNANSWERED, HistoryUnavailableError, HistoryBusyError)):
-                    await self.fail(run, draft, as_api_error(error, ENGINE_FIELDS))
+                    await self.fail(run, draft, errors.as_api_error(error))
                     return
             if services.engine.state == "draining":
                 # It stays queued in the history; the next server runs it.

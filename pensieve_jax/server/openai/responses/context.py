@@ -36,7 +36,7 @@ from pensieve_jax.server.turns.items import Item, messages_of, position_of, text
 from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text.messages import Message, num_characters
-from pensieve_jax.text.tools import num_tool_characters
+from pensieve_jax.text.tools import Tool, num_tool_characters
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
 """Limit of the items that one request names, in a conversation or by reference. Each item counts as JSON, and
@@ -54,6 +54,7 @@ class RequestContext:
         estimate: whether resolving it takes long, and whether it reads the history.
         new_items: the request's own items, without ids.
         conversation: the conversation to append the items to.
+        tools: the tools that the template gets.
         ignored_fields: paths of unknown fields in the items, and of an effort without effect.
     """
 
@@ -62,6 +63,7 @@ class RequestContext:
     estimate: WorkEstimate
     new_items: list[Item]
     conversation: ConversationRow | None
+    tools: Sequence[Tool]
     ignored_fields: tuple[str, ...]
 
 
@@ -117,6 +119,7 @@ def request_context(
         ),
         new_items=items,
         conversation=conversation,
+        tools=options["template_input"].tools,
         ignored_fields=ignored,
     )
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import NamedTuple
 
 from pensieve_jax.core.errors import PensieveError
-from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.http.errors import ApiError, as_api_error, internal_error, invalid_value
 from pensieve_jax.server.http.replies import HttpResponse, json_reply
@@ -34,7 +33,7 @@ from pensieve_jax.server.openai.responses.retries import IdempotencyStore, idemp
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, check_create
 from pensieve_jax.server.turns.checks import check_model
-from pensieve_jax.server.turns.structured import asked_text_format
+from pensieve_jax.server.turns.structured import AskedForm, asked_text_format
 
 type Earlier = ResponseRun | ResponseRecord
 """The response that an earlier request with the same key or body created, while it runs or as stored."""
@@ -46,14 +45,14 @@ class CreateRequest(NamedTuple):
     Attributes:
       call: the HTTP request.
       body: its decoded body.
-      form: form of its reply, or None.
+      form: the form that it asks for.
       body_sha256: SHA-256 digest of the raw body.
       key: its idempotency key, or None.
     """
 
     call: HttpRequest
     body: CreateResponse
-    form: StructuredOutput | None
+    form: AskedForm
     body_sha256: str
     key: str | None
 
@@ -116,7 +115,7 @@ class ResponseCreation:
             sentence = "Idempotency-Key needs store: a response that is not stored cannot be returned again."
             raise invalid_value("Idempotency-Key", sentence)
         asked = await asked_text_format(call, body.text_format)
-        return CreateRequest(call, body, asked.form, hashlib.sha256(call.body).hexdigest(), key)
+        return CreateRequest(call, body, asked, hashlib.sha256(call.body).hexdigest(), key)
 
     # Answer a request that was sent before
 
@@ -260,7 +259,7 @@ class ResponseCreation:
             else:
                 await self._drive_foreground(plan, run, unlock)
         except (ApiError, PensieveError) as error:
-            run.fail(as_api_error(error, ENGINE_FIELDS))
+            run.fail(plan.errors.as_api_error(error))
         finally:
             if plan.key is not None:
                 self._idempotency.end(plan.owner, plan.key)

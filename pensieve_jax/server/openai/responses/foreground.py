@@ -12,11 +12,10 @@ from typing import Any
 
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.server.async_engine import AsyncTurn
-from pensieve_jax.server.http.errors import renamed_fields
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.events import turn_events
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
-from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
+from pensieve_jax.server.openai.responses.plan import ResponsePlan
 from pensieve_jax.server.openai.responses.response import ResponseHead, finished_response
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.turns.checks import commit_context
@@ -75,7 +74,7 @@ class ForegroundResponse:
             )
             return turns
 
-        with renamed_fields(ENGINE_FIELDS):
+        with plan.errors.renamed():
             self._running = await run_turns(
                 services,
                 plan.owner,
@@ -86,7 +85,7 @@ class ForegroundResponse:
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the turn to end, and return the response object."""
-        with renamed_fields(ENGINE_FIELDS):
+        with self._plan.errors.renamed():
             output = await self.turn.result()
         return await self.finish(output)
 

@@ -7,15 +7,17 @@ Does not know: how the turn runs, or how the request is answered. Called by `Res
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
 
+from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import RESPONSES, SamplingParams, taken_fields
-from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.core.structured import KINDS
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.http.errors import renamed_fields
+from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
 from pensieve_jax.server.openai.responses.response import ResponseHead
@@ -24,21 +26,55 @@ from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
-from pensieve_jax.server.turns.tool_choice import with_choice
+from pensieve_jax.server.turns.structured import AskedForm
+from pensieve_jax.server.turns.tool_choice import ToolChoice, error_of_calls, form_fields, with_choice
 from pensieve_jax.text.reply_forms import with_placed_form
+from pensieve_jax.text.tools import Tool
 
 ENGINE_FIELDS: Final[Mapping[str, str]] = {
     "prompt": "input",
     "messages": "input",
     "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
-    "structured.json_object": "text.format",
-    "structured.json_schema": "text.format.schema",
-    "structured": "text.format",
-    "structured.grammar": "tools",
-    "structured.frame": "tools",
 }
-"""This API's names of fields by the engine's names."""
+"""This API's names of fields by the engine's names; those of forms are in `PlanErrors`."""
+
+
+class PlanErrors(NamedTuple):
+    """What an error of a response's turn is about.
+
+    Attributes:
+      fields: this API's names of fields by the engine's names.
+      tools: the tools of the request.
+      choice: which of them the reply may or must call.
+    """
+
+    fields: Mapping[str, str]
+    tools: Sequence[Tool]
+    choice: ToolChoice
+
+    def as_api_error(self, error: BaseException) -> ApiError:
+        """Return the error response for any exception."""
+        if isinstance(error, InvalidRequestError):
+            error = error_of_calls(error, self.fields, self.tools, self.choice)
+        functions = {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools))}
+        return as_api_error(error, {**self.fields, **functions})
+
+    @contextmanager
+    def renamed(self) -> Iterator[None]:
+        """Rename the fields of errors raised in the block to the client's names."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            raise self.as_api_error(error) from error
+
+
+def errors_of_job(spec: TurnSpec) -> PlanErrors:
+    """Return the errors of a turn whose request is known by its turn only."""
+    form = spec.params.structured
+    at = "tools" if form is not None and (form.kind == "grammar" or form.frame) else "text.format"
+    names = ("structured", *(f"structured.{part}" for part in (*KINDS, "frame")))
+    return PlanErrors({**ENGINE_FIELDS, **dict.fromkeys(names, at)}, (), ToolChoice())
 
 
 class ResponsePlan:
@@ -50,6 +86,7 @@ class ResponsePlan:
       body_sha256: SHA-256 digest of the raw body.
       key: its idempotency key, or None.
       context: the context before the reply.
+      errors: what errors of its turn are about.
       resolved, head: the resolved context and the response head of the last call of `specs`.
       draft: the record to store, from the same call; None if the response is not stored.
     """
@@ -59,19 +96,25 @@ class ResponsePlan:
         services: Services,
         owner: str,
         body: CreateResponse,
-        form: StructuredOutput | None,
+        asked: AskedForm,
         body_sha256: str,
         key: str | None,
     ) -> None:
         """Read the records that the request names; raise ApiError and UnknownRecordError."""
         self._services = services
-        self._form = form
+        self._form = asked.form
+        self._choice = body.choice()
         self.owner = owner
         self.body = body
         self.body_sha256 = body_sha256
         self.key = key
         self.context: RequestContext = request_context(
             services, owner, body, durable=body.stores, token_limit=context_token_limit(services)
+        )
+        self.errors = PlanErrors(
+            {**ENGINE_FIELDS, **form_fields(self._choice, asked)},
+            self.context.tools,
+            self._choice,
         )
         self.resolved: ResolvedContext | None = None
         self.head: ResponseHead | None = None
@@ -115,7 +158,7 @@ class ResponsePlan:
         )
         template = resolved.template_input
         with renamed_fields({f"tools[{at}].function": f"tools[{at}]" for at in range(len(template.tools))}):
-            params = with_choice(params, template, body.choice(), services.chat_format)
+            params = with_choice(params, template, self._choice, services.chat_format)
         return with_placed_form(
             params, resolved.template_input, resolved.prompt_token_ids, services.tokenizer
         )
