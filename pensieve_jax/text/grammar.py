@@ -470,6 +470,15 @@ def mark_in_lark(tokenizer: Tokenizer, mark: str) -> str:
     return json.dumps(mark, ensure_ascii=False) if mark_id is None else f"<[{mark_id}]>"
 
 
+def text_without(*marks: str) -> str:
+    """Return a lexeme in Lark's notation: any text that spells none of these marks.
+
+    A mark that is a token ends a text by its id, but replies are read as text, where both look alike.
+    """
+    spelled = " | ".join(json.dumps(mark, ensure_ascii=False) for mark in marks)
+    return f"(/(.|\\n)*/ & ~(/(.|\\n)*/ ({spelled}) /(.|\\n)*/))"
+
+
 def _behind(source: str, structured: StructuredOutput, tokenizer: Tokenizer) -> str:
     """Return a grammar that begins behind any text and the mark `after`, and the white space behind that.
 
@@ -486,7 +495,7 @@ def _behind(source: str, structured: StructuredOutput, tokenizer: Tokenizer) -> 
     else:
         reasoning = f"reasoning: THOUGHT {mark}"
     before = f"({token} reasoning space)?" if opening else "reasoning space"
-    thought, space = f"THOUGHT: {text} /(.|\\n)*/", "space: /[ \\t\\r\\n]{0,16}/"
+    thought, space = f"THOUGHT: {text} {text_without(structured.after)}", "space: /[ \\t\\r\\n]{0,16}/"
     rules = [f"start: {before} @body", reasoning, thought, space]
     return _grammars({"lark_grammar": _EXACT + "\n".join(rules)}, {**body, "name": "body"}, *others)
 
