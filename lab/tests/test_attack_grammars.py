@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 import pytest
 
@@ -64,7 +65,6 @@ def test_answers_that_are_no_typed_refusals_are_wrong():
         (413, "b"),
         (429, "c"),
         (503, "d"),
-        (500, "grammar_failed"),
     ):
         answers.add(status, json.dumps({} if code is None else {"error": {"code": code}}).encode())
     assert not answers.wrong
@@ -72,7 +72,20 @@ def test_answers_that_are_no_typed_refusals_are_wrong():
     answers.add(500, b'{"error": {"code": "internal_error"}}')
     answers.add(404, b'{"error": {"code": "not_found"}}')
     answers.add(200, b'data: {"error": {"code": "internal_error"}}\n')
-    assert len(answers.wrong) == 4 and answers.codes.total() == 10
+    assert len(answers.wrong) == 4 and answers.codes.total() == 9
+
+
+@pytest.mark.parametrize("may_fail", [True, False])
+def test_only_named_attacks_may_end_with_a_failed_grammar(may_fail):
+    answers, body = Answers(may_fail=may_fail), b'{"error": {"code": "grammar_failed"}}'
+    answers.add(500, body)
+    answers.add(200, b"data: " + body + b"\n")
+    assert len(answers.wrong) == (0 if may_fail else 2)
+    answers.add(500, b'{"error": {"code": "internal_error"}}')
+    assert len(answers.wrong) == (1 if may_fail else 3)
+    named = {one.name for requests in hostile_requests().values() for one in requests if one.may_fail}
+    assert "64 slow grammars" in named and "64 slow rows of tools" in named
+    assert all(re.match(r"64 slow |regex |grammar |pattern |tool, pattern ", name) for name in named)
 
 
 def test_the_parts_that_are_timed_exist():

@@ -30,7 +30,7 @@ from pensieve_jax.core.errors import (
     InvalidRequestError,
     UnsupportedGrammarError,
 )
-from pensieve_jax.core.structured import StructuredOutput
+from pensieve_jax.core.structured import WHOLE, StructuredOutput
 from pensieve_jax.core.token_masks import WORD_BITS, num_words
 from pensieve_jax.text.tokenizer import Tokenizer
 
@@ -48,6 +48,9 @@ The library makes a state for each remainder: 10 million take 10 s and gigabytes
 MAX_GBNF_RULES: Final = 1000
 """Limit of rules in GBNF. Its conversion is Python code and takes time of the square of their number."""
 _ESCAPE_OR_SLASH: Final = re.compile(r"\\.|/", re.DOTALL)
+# Masks come from the grammar everywhere. Otherwise the library encodes text that a grammar forces and allows
+# the first id alone, which can be that of a control token that the text spells.
+_EXACT: Final = '%llguidance {"no_forcing": true}\n'
 _MAX_MESSAGE: Final = 300
 _MAX_TRIAL_MASKS: Final = 8
 _HAS_LIBRARY: Final = importlib.util.find_spec("llguidance") is not None
@@ -62,6 +65,7 @@ _UNSUPPORTED: Final = (
     *("unimplemented", "not supported", "only supported", "unknown format", "unsupported"),
     "are not disjoint",
 )
+_CANNOT_SPELL: Final = ("satisfy the grammar", "NoExtensionBias")
 _TOO_COMPLEX: Final = ("too complex", "too large", "too many", "max is", "exceeded", "limit", "fuel")
 
 
@@ -159,9 +163,7 @@ class Grammars:
             raise UnsupportedGrammarError(
                 "structured", structured.kind, "None for a model without an end-of-sequence id"
             )
-        source = _source(structured)
-        if structured.frame:
-            source = _framed(source, structured)
+        source = _framed(_source(structured), structured)
         if structured.after:
             source = _behind(source, structured, self._tokenizer)
         matcher = library.LLMatcher(self._tokens, source, log_level=0)
@@ -191,11 +193,9 @@ class Grammars:
                 raise _refusal(structured, matcher.get_error())
             bits = np.unpackbits(words.view(np.uint8), bitorder="little")
             bits[list(self._eos_token_ids)] = 0
-            if not bits.any() or (number and not matcher.compute_ff_tokens()):
+            if not bits.any() or (number and not matcher.compute_ff_bytes()):
                 return
             matcher.consume_token(int(bits.argmax()))
-            if "satisfy the grammar" in matcher.get_error():
-                raise UnsupportedGrammarError(*_subject(structured), "text that the model's tokens can spell")
             if matcher.is_error():
                 raise _refusal(structured, matcher.get_error())
 
@@ -458,16 +458,25 @@ def _grammars(*parts: dict[str, Any]) -> str:
 
 
 def _framed(source: str, structured: StructuredOutput) -> str:
-    """Return the grammar of a form's frame, with the form in it."""
+    """Return the grammar of a form's frame, with the form in it; without a frame, the form is the whole."""
     (form,) = json.loads(source)["grammars"]
     _check_multiples(structured, _multiples_of_rules(structured.frame))
-    return _grammars({"lark_grammar": structured.frame}, {**form, "name": "form"})
+    return _grammars({"lark_grammar": _EXACT + (structured.frame or WHOLE)}, {**form, "name": "form"})
 
 
 def mark_in_lark(tokenizer: Tokenizer, mark: str) -> str:
     """Return a mark in Lark's notation: a token of its own by its id, or text."""
     mark_id = tokenizer.mark_id(mark)
     return json.dumps(mark, ensure_ascii=False) if mark_id is None else f"<[{mark_id}]>"
+
+
+def text_without(*marks: str) -> str:
+    """Return a lexeme in Lark's notation: any text that spells none of these marks.
+
+    A mark that is a token ends a text by its id, but replies are read as text, where both look alike.
+    """
+    spelled = " | ".join(json.dumps(mark, ensure_ascii=False) for mark in marks)
+    return f"(/(.|\\n)*/ & ~(/(.|\\n)*/ ({spelled}) /(.|\\n)*/))"
 
 
 def _behind(source: str, structured: StructuredOutput, tokenizer: Tokenizer) -> str:
@@ -486,8 +495,9 @@ def _behind(source: str, structured: StructuredOutput, tokenizer: Tokenizer) -> 
     else:
         reasoning = f"reasoning: THOUGHT {mark}"
     before = f"({token} reasoning space)?" if opening else "reasoning space"
-    rules = f"start: {before} @body\n{reasoning}\nTHOUGHT: {text} /(.|\\n)*/\nspace: /[ \\t\\r\\n]{{0,16}}/"
-    return _grammars({"lark_grammar": rules}, {**body, "name": "body"}, *others)
+    thought, space = f"THOUGHT: {text} {text_without(structured.after)}", "space: /[ \\t\\r\\n]{0,16}/"
+    rules = [f"start: {before} @body", reasoning, thought, space]
+    return _grammars({"lark_grammar": _EXACT + "\n".join(rules)}, {**body, "name": "body"}, *others)
 
 
 def _subject(structured: StructuredOutput) -> tuple[str, str]:
@@ -501,6 +511,8 @@ def _refusal(structured: StructuredOutput, message: str) -> InvalidRequestError:
     """Return the error for a message of the library."""
     short, lowered = _shortened(message), message.lower()
     field, value = _subject(structured)
+    if any(words in message for words in _CANNOT_SPELL):
+        return UnsupportedGrammarError(field, value, "text that the model's tokens can spell")
     if any(words in lowered for words in _UNSUPPORTED):
         return UnsupportedGrammarError(field, value, f"within what the grammar library holds ({short})")
     if any(words in lowered for words in _TOO_COMPLEX):

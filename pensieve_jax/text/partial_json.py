@@ -46,7 +46,7 @@ class JsonValue:
             elif character in first and any(text.startswith(mark, at) for mark in marks):
                 self.is_over = True
                 return self._read_up_to(text, begin, at)
-            elif character in first and any(mark.startswith(text[at:]) for mark in marks):
+            elif character in first and any(mark.startswith(text[at : at + len(mark)]) for mark in marks):
                 return self._read_up_to(text, begin, at)
             elif not self._has_begun and character in SPACE:
                 continue
@@ -77,6 +77,11 @@ class JsonValue:
         ready = text.rstrip(SPACE)
         self._spaces = text[len(ready) :]
         return ready
+
+    @property
+    def holds_space(self) -> bool:
+        """Whether `take` holds white space back."""
+        return bool(self._spaces)
 
     def rest(self) -> str:
         """Return what `take` holds back; after it the value has no more text."""

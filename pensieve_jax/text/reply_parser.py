@@ -7,7 +7,8 @@ The parts do not depend on how the text is cut into pieces. Three rules make tha
 
 - White space behind a mark belongs to no part, nor does white space between content and a call. Where
   content goes on behind a call, it begins with one line break.
-- A text that may still become a mark is held back. Marks within JSON strings are text of the arguments.
+- A text that may still become a mark is held back. Marks within JSON strings are text of the arguments, and
+  of a message of gpt-oss for the user that begins as JSON does.
 - Arguments are held until the name of their call is known, since some models write them first.
 
 A reply that does not keep to its format loses nothing. What follows a mark without being a call is content,
@@ -34,10 +35,9 @@ from pensieve_jax.text.reply_events import (
     ReasoningText,
     ReplyEvent,
 )
-from pensieve_jax.text.tool_formats import ReasoningFormat, ToolFormat
+from pensieve_jax.text.tool_formats import ENDS_OF_MESSAGE, ReasoningFormat, ToolFormat
 
-_ENDS_OF_MESSAGE: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_END_OF_MESSAGE: Final = re.compile("|".join(map(re.escape, _ENDS_OF_MESSAGE)))
+_END_OF_MESSAGE: Final = re.compile("|".join(map(re.escape, ENDS_OF_MESSAGE)))
 _NUMBER_OF_HEADER: Final = re.compile(r":\d+\Z")
 _MAX_HEADER: Final = 512
 """Characters within which the header of a call must end; a longer text is none."""
@@ -91,6 +91,7 @@ class ReplyParser:
         self._has_arguments = False
         self._num_ends = 0
         self._channel = ""  # of the message at hand, in formats where messages have headers
+        self._is_in_json = False  # whether a message may begin as JSON does, and this has not ended
         if (reasoning is not None and reasoning.name == "harmony") or (
             tools is not None and tools.body == "channels"
         ):
@@ -118,7 +119,8 @@ class ReplyParser:
     def holds_content(self) -> bool:
         """Whether text is held back that becomes content, unless it becomes a mark."""
         if self._state == self._body_of_message:
-            return self._channel not in ("analysis", "call") and bool(self._buffer)
+            is_held = bool(self._buffer) or (self._is_in_json and self._value.holds_space)
+            return is_held and self._channel not in ("analysis", "call")
         return self._state in (self._content, self._first_content) and bool(self._buffer)
 
     def feed(self, text: str) -> list[ReplyEvent]:
@@ -138,7 +140,7 @@ class ReplyParser:
         elif self._raw:  # a mark, or the beginning of an object, without a call
             self._say(ContentText, self._raw + self._buffer)
         elif self._state == self._body_of_message:
-            self._add_to_message(self._buffer)
+            self._add_to_message((self._value.rest() if self._is_in_json else "") + self._buffer)
             if self._channel == "call" and not self._has_arguments:
                 self._pass("{}")
         elif self._state == self._header_of_message and not self._channel:
@@ -580,15 +582,18 @@ class ReplyParser:
         if recipient is not None and self._tools is not None and recipient[1].startswith("functions."):
             self._channel, self._has_arguments, self._value = "call", False, JsonValue()
             self._call(recipient[1].removeprefix("functions."))
+        self._value, self._is_in_json = JsonValue(), self._channel in ("call", "final")
         if self._channel == "analysis" and self._reasoning is None:
             self._channel = "final"
         self._state = self._body_of_message
         return True
 
     def _body_of_message(self) -> bool:
+        if self._is_in_json and not self._json_of_message():
+            return False
         found = _END_OF_MESSAGE.search(self._buffer)  # one search, so that a reply is not read five times
         if found is None:
-            num_held = _num_held(self._buffer, _ENDS_OF_MESSAGE)
+            num_held = _num_held(self._buffer, ENDS_OF_MESSAGE)
             ready = self._buffer[: len(self._buffer) - num_held].rstrip(SPACE)
             if ready:
                 self._buffer = self._buffer[len(ready) :]
@@ -602,6 +607,19 @@ class ReplyParser:
         if self._channel == "call":
             self._end_call(self._header_of_message)
         return True
+
+    def _json_of_message(self) -> bool:
+        """Read JSON in which marks within strings are text; return whether it is over or never began."""
+        if self._channel == "final" and self._is_after_mark:
+            text = self._buffer.lstrip(SPACE)
+            self._is_in_json = not text or text[0] in '{["'
+            if not text or not self._is_in_json:
+                return bool(text)
+        num_read = self._value.read(self._buffer, ENDS_OF_MESSAGE)
+        self._buffer = self._buffer[num_read:]
+        self._add_to_message(self._value.take())
+        self._is_in_json = not self._value.is_over
+        return not self._is_in_json
 
     def _add_to_message(self, text: str) -> None:
         if self._is_after_mark:

@@ -16,6 +16,8 @@ from pensieve_jax.text.call_values import ARGUMENT_NAME
 
 Body = Literal["object", "list", "named", "parameters", "python", "channels"]
 AUTO, NONE = "auto", "none"
+ENDS_OF_MESSAGE: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+"""Marks that end a message of gpt-oss; the last two begin the header of another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from typing import Any, Final
 from pensieve_jax.core.errors import UnsupportedGrammarError
 from pensieve_jax.text.argument_schemas import Choices, Text, argument_form, root_of_arguments, types_of
 from pensieve_jax.text.call_values import written_choice
-from pensieve_jax.text.grammar import mark_in_lark, schema_for_library
+from pensieve_jax.text.grammar import mark_in_lark, schema_for_library, text_without
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import TOOL_FORMATS, ToolFormat
+from pensieve_jax.text.tool_formats import ENDS_OF_MESSAGE, TOOL_FORMATS, ToolFormat
 from pensieve_jax.text.tools import Tool
 
 _ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
@@ -101,6 +101,7 @@ class _Grammar:
         if self._row.body == "channels":
             # Text on the channel "commentary" is content, which a form has no room for.
             channels = ("analysis", "commentary") if has_text else ("analysis",)
+            self._rules.append(f"MESSAGE: {text_without(*ENDS_OF_MESSAGE)}")
             messages = " | ".join(map(self._message, channels))
             before = f'(({messages}) {self._mark("<|start|>")} "assistant"){{0,{_MAX_MESSAGES}}}'
             start = f"{before} ({' | '.join(choices)})"
@@ -114,16 +115,17 @@ class _Grammar:
         """Return the rule of a reply without calls, and define the text before calls with a mark."""
         row = self._row
         if row.body == "channels":
-            self._rules.append("TEXT: /(.|\\n)*/")
-            return f"{self._header()} TEXT"
+            return f"{self._header()} MESSAGE"
         if row.start:
             has_token = self._tokenizer.mark_id(row.start) is not None
-            self._rules.append("TEXT: /(.|\\n)*/" if has_token else "TEXT: /[^<\\[]*/")
+            self._rules.append(f"TEXT: {text_without(row.start)}" if has_token else "TEXT: /[^<\\[]*/")
         else:
             opening = "\\[" if row.body == "python" else "{"
             has_token = self._tokenizer.mark_id(row.optional_start) is not None
             first = opening if has_token else opening + row.optional_start[0]
-            self._rules.append(f"TEXT: /[ \\t\\r\\n]*([^ \\t\\r\\n{first}](.|\\n)*)?/")
+            text = f"/[ \\t\\r\\n]*([^ \\t\\r\\n{first}](.|\\n)*)?/"
+            spelled = f"/[ \\t\\r\\n]*/ {json.dumps(row.optional_start)} /(.|\\n)*/"
+            self._rules.append(f"TEXT: {text} & ~({spelled})" if has_token else f"TEXT: {text}")
         return "TEXT"
 
     def _calls(self, has_one_call: bool) -> str:
@@ -276,7 +278,7 @@ class _Grammar:
         """Return the rule of a whole message of any text on a channel."""
         end = self._tokenizer.mark_id("<|end|>")
         suffix = "" if end is not None else '[suffix="<|end|>"]'
-        self._rules.append(f"{channel}{suffix}: /(.|\\n)*/")
+        self._rules.append(f"{channel}{suffix}: MESSAGE")
         header = f'{self._mark("<|channel|>")} "{channel}" {self._mark("<|message|>")}'
         return f"{header} {channel}" + ("" if suffix else f" <[{end}]>")
 

@@ -129,8 +129,8 @@ def test_walks_through_masks_end_in_valid_json(number):
     assert num_ended > 1
 
 
-def test_masks_of_a_finite_language_are_exact_but_for_forced_text():
-    """Every bit against the texts themselves; only the spelling of forced text may be narrower."""
+def test_masks_of_a_finite_language_are_exact():
+    """Every bit against the texts themselves, also where only one text is left."""
     texts = ["red apple", "red", "blue\n", 'q"uote', "back\\slash", "é🙂"]
     form, tokenizer = StructuredOutput.choice(texts), chat_tokenizer()
     parts = [tokenizer.bytes_of(i) or b"" for i in range(VOCAB_SIZE)]
@@ -145,14 +145,69 @@ def test_masks_of_a_finite_language_are_exact_but_for_forced_text():
             }
             if so_far.decode(errors="replace") in texts:
                 wanted.add(EOS)
-            assert found <= wanted, "too loose"
-            assert (EOS in found) == (EOS in wanted)
+            assert found == wanted
             fitting = [i for i in found - {EOS} if target.encode().startswith(so_far + parts[i])]
             assert bool(fitting) == (so_far != target.encode()), "a text cannot be completed"
             if not fitting:
                 break
             row.accept(fitting[0])
             so_far += parts[fitting[0]]
+
+
+def control_text(tokenizer, is_end):
+    """Return the text of the end-of-sequence token, or of a control token that is not an end."""
+    ids = {i for i in tokenizer.mark_ids if not tokenizer.bytes_of(i)} - {tokenizer.eos_id, None}
+    return tokenizer.token_text(tokenizer.eos_id if is_end else max(ids))
+
+
+@pytest.mark.parametrize("is_end", [True, False], ids=["end", "mark"])
+@pytest.mark.parametrize("kind", ["choice", "one choice", "const", "enum", "name", "regex", "behind a mark"])
+@pytest.mark.parametrize("name", ["chat", "qwen2_decoder", "gpt2_added", "llama2_pad", "byte_fallback"])
+def test_text_of_a_control_token_is_spelled_in_ordinary_tokens(name, kind, is_end):
+    """Forced text stands around it: tokens of the encoder would be the control token itself."""
+    if name == "chat":
+        tokenizer = chat_tokenizer()
+    else:
+        tokenizer = ZOO[name] if name in ZOO else load_tokenizer(GOLDEN / name)
+    eos, num_words = tokenizer.eos_id, -(-tokenizer.vocab_size // 32)
+    written = f"abc{control_text(tokenizer, is_end)}d"
+    texts = {written}
+    if kind == "choice":
+        texts.add("xyz")
+        form = StructuredOutput.choice(sorted(texts))
+    elif kind == "one choice":
+        form = StructuredOutput.choice([written])
+    elif kind == "const":
+        form, texts = StructuredOutput.json_schema({"const": written}), {json.dumps(written)}
+    elif kind == "enum":
+        form = StructuredOutput.json_schema({"enum": ["xyz", written]})
+        texts = {'"xyz"', json.dumps(written)}
+    elif kind == "name":
+        form = StructuredOutput.json_schema(
+            {"properties": {written: {"const": 1}}, "required": [written], "additionalProperties": False}
+            | {"type": "object"}
+        )
+        texts = None
+    elif kind == "regex":
+        form = StructuredOutput.regex(re.escape(written))
+    else:
+        form = StructuredOutput("choice", json.dumps([written]), after="c")
+        texts = None
+    compiled = Grammars(tokenizer, tokenizer.vocab_size, [eos]).compile(form)
+    rng = random.Random(new_seed())
+    for _ in range(4):
+        row = compiled.row([eos], 0)
+        if kind == "behind a mark":
+            for token_id in tokenizer.encode_after(None, "ac"):
+                row.accept(token_id)
+        text = walk(row, tokenizer, rng, 150, num_words, eos)
+        assert text is not None
+        if kind == "name":
+            assert json.loads(text) == {written: 1}
+        elif kind == "behind a mark":
+            assert text.lstrip() == written
+        else:
+            assert text in texts
 
 
 @pytest.mark.parametrize(

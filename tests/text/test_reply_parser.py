@@ -17,7 +17,7 @@ from pensieve_jax.text.reply_events import (
     parsed_reply,
 )
 from pensieve_jax.text.reply_parser import ReplyParser
-from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from pensieve_jax.text.tool_formats import ENDS_OF_MESSAGE, REASONING_FORMATS, TOOL_FORMATS
 from tests.seeds import new_seed
 from tests.text.tool_replies import EXAMPLES, SCHEMAS, Example
 
@@ -89,6 +89,35 @@ def test_a_cut_reply_is_read_alike_by_characters(name: str) -> None:
         for end in range(len(example.text)):
             text = example.text[:end]
             assert parsed_reply(events_of(parser_of(name), list(text))) == read(name, text)
+
+
+@pytest.mark.parametrize("mark", ENDS_OF_MESSAGE)
+def test_marks_within_json_of_gpt_oss_are_text(mark: str) -> None:
+    """Arguments ended at a mark in a string, and so did an answer that has a form."""
+    draw = random.Random(new_seed())
+    written = json.dumps({"a": f"x{mark}y  ", f"{mark} ": [f'\\"{mark}', {"b": mark}]}, indent=1)
+    final, call = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.add <|message|>"
+    wanted = (
+        (f"{final}{written}", written, []),
+        (f"{final} {written}<|end|>", written, []),
+        (f"{final}[{written}]<|end|><|start|>assistant{final}Hm.", f"[{written}]Hm.", []),
+        (f"{final}{json.dumps(mark)} is a mark.", f"{json.dumps(mark)} is a mark.", []),
+        (f"{final}No{mark}", "No", []),
+        (f'{final}(")<|end|><|start|>assistant{call}{{}}', '(")', ["{}"]),
+        (f"{call}{written}<|call|>", "", [written]),
+        (f"{call}{written}", "", [written]),
+        (f"{call}{written}<|end|><|start|>assistant{call} {{}}<|call|>", "", [written, "{}"]),
+        (f"{call}{{1 {mark}", "", ["{1"]),
+    )
+    for text, content, arguments in wanted:
+        found = read("harmony", text, "harmony")
+        assert found.content == content
+        assert [one.arguments for one in found.calls] == arguments
+        for end in range(len(text)):
+            whole = read("harmony", text[:end], "harmony")
+            assert parsed_reply(events_of(parser_of("harmony", "harmony"), list(text[:end]))) == whole
+        for _ in range(20):
+            assert parsed_reply(events_of(parser_of("harmony", "harmony"), cut(text, draw))) == found
 
 
 def test_all_formats_have_examples() -> None:

@@ -14,18 +14,20 @@ import httpx2
 
 _REFUSALS: Final = (400, 413, 429, 503)
 _FAILED_TURN: Final = "grammar_failed"
-"""Code of a turn that ends alone, since a later mask exceeds the limits."""
+"""Code of a turn that ends alone, since a later mask exceeds the limits. Only some attacks may cause it."""
 
 
 class Answers:
     """Counts of answers.
 
     Attributes:
+      may_fail: whether turns may end with `grammar_failed`.
       codes: number of answers by status and code of the error.
       wrong: answers that are neither a success nor a typed refusal, and failed requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_fail: bool = False) -> None:
+        self.may_fail = may_fail
         self.codes: Counter[str] = Counter()
         self.wrong: list[str] = []
 
@@ -42,10 +44,12 @@ class Answers:
         """Count an answer, and whether it is wrong."""
         code = answer_code(status, body)
         self.codes[code] += 1
+        if self.may_fail and code.endswith(f" {_FAILED_TURN}"):
+            return
         is_refusal = status in _REFUSALS and " " in code
-        if status != 200 and not is_refusal and not code.endswith(_FAILED_TURN):
+        if status != 200 and not is_refusal:
             self.wrong.append(f"{code}: {body[:200]!r}")
-        elif status == 200 and " " in code and not code.endswith(_FAILED_TURN):
+        elif status == 200 and " " in code:
             self.wrong.append(f"{code}: {body[-200:]!r}")
 
 

@@ -28,6 +28,7 @@ class HostileRequest(NamedTuple):
       body: its body, which may be no JSON.
       control: the body of a request to `control_route` with the same load, in which nothing is hostile.
       control_route: Completions for a prompt, Chat Completions otherwise.
+      may_fail: whether a turn may end with `grammar_failed`, since its later masks exceed the limits.
     """
 
     name: str
@@ -35,6 +36,7 @@ class HostileRequest(NamedTuple):
     body: bytes
     control: bytes
     control_route: str = CHAT
+    may_fail: bool = False
 
 
 def request(name: str, route: str, **fields: Any) -> HostileRequest:

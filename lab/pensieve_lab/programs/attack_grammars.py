@@ -115,8 +115,10 @@ class _Runner:
                 control = await self._send(http, bodies, FLAGS.control_s)
                 print(f"control of {group}: {control.in_words()}", flush=True)
                 for name in dict.fromkeys(one.name for one in requests):
-                    bodies = [(one.route, one.body) for one in requests if one.name == name]
-                    found = await self._send(http, bodies)
+                    sent = [one for one in requests if one.name == name]
+                    bodies = [(one.route, one.body) for one in sent]
+                    may_fail = any(one.may_fail for one in sent)
+                    found = await self._send(http, bodies, may_fail=may_fail)
                     attacks.append(Attack(group, name, control, found))
                     print(
                         f"{name:32.32} {found.in_words()}", *found.answers.wrong[:3], sep="\n    ", flush=True
@@ -124,11 +126,16 @@ class _Runner:
         return attacks
 
     async def _send(
-        self, http: httpx2.AsyncClient, bodies: Sequence[tuple[str, bytes]], limit_s: float | None = None
+        self,
+        http: httpx2.AsyncClient,
+        bodies: Sequence[tuple[str, bytes]],
+        limit_s: float | None = None,
+        *,
+        may_fail: bool = False,
     ) -> Run:
         """Send requests, `--num_clients` at a time, and no further ones after `limit_s`."""
         self._watcher.take()
-        answers, began_s = Answers(), time.monotonic()
+        answers, began_s = Answers(may_fail=may_fail), time.monotonic()
         waiting = iter(bodies)
 
         async def client() -> None:
