@@ -580,7 +580,7 @@ class ReplyParser:
         self._channel = "final" if channel is None else channel[1]
         self._is_after_mark = True
         if recipient is not None and self._tools is not None and recipient[1].startswith("functions."):
-            self._channel, self._has_arguments, self._value = "call", False, JsonValue()
+            self._channel, self._has_arguments = "call", False
             self._call(recipient[1].removeprefix("functions."))
         self._value, self._is_in_json = JsonValue(), self._channel in ("call", "final")
         if self._channel == "analysis" and self._reasoning is None:
@@ -628,8 +628,6 @@ class ReplyParser:
             return
         self._is_after_mark = False
         if self._channel == "call":
-            self._value.read(text, ())
-            self._value.take()
             self._pass(text)
         elif self._channel == "analysis":
             self._say(ReasoningText, text)
