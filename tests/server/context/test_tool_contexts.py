@@ -213,7 +213,7 @@ def test_a_reply_with_text_on_both_sides_of_a_call_is_found_in_the_history(tmp_p
         found = resolving(tokenizer, reader).resolve(
             "ann", messages, epoch=1, durable=True, template_input=read_so
         )
-    assert reply["content"] == "I look.That is it."
+    assert reply["content"] == "I look.\nThat is it."
     assert found.parent is not None and found.parent.turn_id == resolved.node.turn_id
 
 

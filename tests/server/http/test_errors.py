@@ -6,8 +6,8 @@ import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.server.http.errors import as_api_error
-from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS
-from pensieve_jax.server.turns.tool_choice import FIELDS
+from pensieve_jax.server.turns.structured import AskedForm
+from pensieve_jax.server.turns.tool_choice import ToolChoice, form_fields
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,8 @@ def test_the_most_exact_name_of_a_field_decides(field: str, expected: str) -> No
     assert error.param == expected and error.message.startswith(f"{expected} is 'x'")
 
 
-@pytest.mark.parametrize("names", [FIELDS, ENGINE_FIELDS])
-def test_an_error_of_the_grammar_of_calls_names_the_tools(names: dict[str, str]) -> None:
+@pytest.mark.parametrize("choice", [ToolChoice(), ToolChoice("required")])
+def test_an_error_of_the_grammar_of_calls_names_the_tools(choice: ToolChoice) -> None:
+    names = form_fields(choice, AskedForm())
     error = as_api_error(InvalidRequestError("structured.grammar", "x", "simpler"), names)
     assert error.param == "tools"
