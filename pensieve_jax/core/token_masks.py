@@ -20,6 +20,11 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // WORD_BITS)
 
 
+def bit_of(token_id: int) -> np.uint32:
+    """Return the word with an id's bit."""
+    return np.uint32(1 << token_id % WORD_BITS)
+
+
 def every_id(num_rows: int, vocab_size: int) -> np.ndarray:
     """Return masks that allow every id, i32[num_rows, ceil(vocab_size / 32)]."""
     return np.full((num_rows, num_words(vocab_size)), ALL_IDS, np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.core.token_masks import WORD_BITS, num_words
+from pensieve_jax.core.token_masks import WORD_BITS, bit_of, num_words
 from pensieve_jax.engine.late_rows import LateRow
 from pensieve_jax.text import Tokenizer
 
@@ -58,7 +58,7 @@ class BadSequences:
         """Clear the bits of ids that would end a sequence."""
         excluded = [ids[-1] for ids in self._sequences if self._tail[-len(ids) + 1 :] == ids[:-1]]
         for token_id in excluded:
-            words[token_id // WORD_BITS] &= ~_bit(token_id)
+            words[token_id // WORD_BITS] &= ~bit_of(token_id).view(np.int32)
         return bool(excluded)
 
 
@@ -107,10 +107,6 @@ def option_rows(
 def _exclude(allowed: np.ndarray, token_ids: object) -> None:
     ids = np.fromiter(token_ids, np.int64)  # type: ignore[call-overload]
     allowed[ids[ids < len(allowed)]] = False
-
-
-def _bit(token_id: int) -> np.int32:
-    return np.uint32(1 << token_id % WORD_BITS).view(np.int32)
 
 
 @functools.lru_cache(_MAX_NUM_KNOWN_TEXTS)

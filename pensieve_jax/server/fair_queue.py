@@ -44,10 +44,6 @@ class FairQueue[T]:
         owner = self._next_owner(may_leave)
         return None if owner is None else self._entries[owner][0][0]
 
-    def first_owner(self, may_leave: Callable[[str], bool] | None = None) -> str | None:
-        """Return the owner of the entry that leaves next, or None; see `first`."""
-        return self._next_owner(may_leave)
-
     def take(self, may_leave: Callable[[str], bool] | None = None) -> T:
         """Remove the first entry, charge its owner, and return it; raise IndexError without one."""
         owner = self._next_owner(may_leave)

@@ -82,17 +82,21 @@ SOME_WORK: Final = WorkEstimate(_UNKNOWN_CHARACTERS)
 """Work of unknown length, which needs a thread."""
 
 
+type _Job = tuple[str, asyncio.Future[Any], Callable[[], Any]]
+"""An owner, the result, and what computes it."""
+
+
 class _CpuThreads:
     """What runs and waits for one event loop; owners take turns, by the seconds that their jobs take."""
 
     def __init__(self) -> None:
-        self._queue = FairQueue[tuple[asyncio.Future[Any], Callable[[], Any]]]()
+        self._queue = FairQueue[_Job]()
         self._running: Counter[str] = Counter()
 
     async def run(self, owner: str, job: Callable[[], Any]) -> Any:
         """Return the result of `job`; if this is cancelled, a job that has not begun is dropped."""
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        entry = (result, job)
+        entry = (owner, result, job)
         self._queue.add(owner, entry, _NOMINAL_S)
         self._begin_next()
         try:
@@ -108,18 +112,18 @@ class _CpuThreads:
         return num_running < NUM_THREADS and (not owner or self._running[owner] < SHARE)
 
     def _begin_next(self) -> None:
-        while (owner := self._queue.first_owner(self._may_begin)) is not None:
-            result, job = self._queue.take(self._may_begin)
-            self._running[owner] += 1
-            _threads.submit(self._run, owner, [(result, job)])
+        while self._queue.first(self._may_begin) is not None:
+            job = self._queue.take(self._may_begin)
+            self._running[job[0]] += 1
+            _threads.submit(self._run, [job])
 
-    def _run(self, owner: str, work: list[tuple[asyncio.Future[Any], Callable[[], Any]]]) -> None:
+    def _run(self, work: list[_Job]) -> None:
         """Run the job in `work` in a thread, and report its end to the event loop.
 
         The job is taken out of `work`, since the pool's frames, which the traceback of a failure has, keep
         the arguments.
         """
-        result, job = work.pop()
+        owner, result, job = work.pop()
         began_s = time.perf_counter()
         try:
             outcome = partial(result.set_result, job())

@@ -31,7 +31,7 @@ from pensieve_jax.core.errors import (
     UnsupportedGrammarError,
 )
 from pensieve_jax.core.structured import WHOLE, StructuredOutput
-from pensieve_jax.core.token_masks import WORD_BITS, num_words
+from pensieve_jax.core.token_masks import WORD_BITS, bit_of, num_words
 from pensieve_jax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class GrammarRow:
         self._ending_ids = frozenset(ending_ids)
         self._ending_words = np.zeros(num_words, np.uint32)
         for token_id in self._ending_ids:
-            self._ending_words[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)
+            self._ending_words[token_id // WORD_BITS] |= bit_of(token_id)
         self._min_tokens = min_tokens
         self._num_accepted = 0
         self._has_ended = False

@@ -111,9 +111,10 @@ class _Path:
         notes: RequestNotes = scope[NOTES]
         notes.route = self._path
         headers = Headers(scope=scope)
-        notes.owner = owner = self._owner(route, headers)
+        key_owner = self._key_owner(route, headers)
+        notes.owner = owner = key_owner or ""
         keys, ledger = self._services.keys, self._services.ledger
-        with ledger.ticket(owner) as ticket, keys.revocation(headers) as revoked:
+        with ledger.ticket(owner) as ticket, keys.revocation(headers, key_owner) as revoked:
             body = await self._body(route, headers, receive, ticket) if method == "POST" else b""
             call = HttpRequest(
                 services=self._services,
@@ -134,11 +135,12 @@ class _Path:
                     raise _unknown_key() from None  # a client whose response has not begun gets this
                 raise
 
-    def _owner(self, route: Route, headers: Headers) -> str:
+    def _key_owner(self, route: Route, headers: Headers) -> str | None:
+        """Return the owner of a request's key, None without a valid key; raise ApiError if it needs one."""
         owner = self._services.keys.owner(headers.get("authorization"), headers.get("x-api-key"))
         if owner is None and route.needs_key:
             raise _unknown_key()
-        return owner or ""
+        return owner
 
     async def _body(self, route: Route, headers: Headers, receive: Receive, ticket: Ticket) -> bytes:
         settings = self._services.settings

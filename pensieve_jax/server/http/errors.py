@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pensieve_jax.core.errors import (
@@ -102,7 +103,8 @@ class ApiError(Exception):
 
     def __reduce__(self) -> Any:
         """Pickle all of it; the default keeps the message only."""
-        return _remade, (self.status, self.code, self.message, self.param, self.headers)
+        given = partial(type(self), param=self.param, headers=self.headers)
+        return given, (self.status, self.code, self.message)
 
     @property
     def type(self) -> str:
@@ -120,10 +122,6 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON object that the client receives."""
         return {"error": self.error}
-
-
-def _remade(status: int, code: str, message: str, param: str | None, headers: Mapping[str, str]) -> ApiError:
-    return ApiError(status, code, message, param=param, headers=headers)
 
 
 def invalid_value(param: str, message: str) -> ApiError:

@@ -90,12 +90,14 @@ class ApiKeys:
         """Return whether a request may read numbers about all owners: without keys, any may."""
         if not self.are_required:
             return True
-        found = [self._key(text) for text in _texts(headers.get("authorization"), headers.get("x-api-key"))]
-        return next((key.is_operator for key in found if key is not None), False)
+        key = self._key(headers.get("authorization"), headers.get("x-api-key"))
+        return key is not None and key.is_operator
 
     @contextmanager
-    def revocation(self, headers: Mapping[str, str]) -> Iterator[asyncio.Future[None] | None]:
-        """Yield a future that is done once the key of a request no longer belongs to its owner.
+    def revocation(
+        self, headers: Mapping[str, str], owner: str | None
+    ) -> Iterator[asyncio.Future[None] | None]:
+        """Yield a future that is done once the key of a request no longer belongs to `owner`.
 
         Without keys, it yields None.
         """
@@ -103,7 +105,7 @@ class ApiKeys:
             yield None
             return
         texts = headers.get("authorization"), headers.get("x-api-key")
-        owner, revoked = self.owner(*texts), asyncio.get_running_loop().create_future()
+        revoked = asyncio.get_running_loop().create_future()
         self._watches[revoked] = lambda: self.owner(*texts) == owner
         try:
             yield revoked
@@ -119,10 +121,15 @@ class ApiKeys:
         """
         if not self.are_required:
             return ""
-        found = [self._key(text) for text in _texts(authorization, api_key)]
-        return next((key.owner for key in found if key is not None), None)
+        key = self._key(authorization, api_key)
+        return None if key is None else key.owner
 
-    def _key(self, text: str) -> Key | None:
+    def _key(self, authorization: str | None, api_key: str | None) -> Key | None:
+        """Return the line of a request's key, or None for an unknown or missing key; see `owner`."""
+        found = [self._line(text) for text in _texts(authorization, api_key)]
+        return next((key for key in found if key is not None), None)
+
+    def _line(self, text: str) -> Key | None:
         """Return the line of a key, or None for an unknown one.
 
         Every digest is compared, each in constant time, so that the timing reveals nothing about the keys.

@@ -16,7 +16,6 @@ from typing import Any, Final
 import msgspec
 
 _NUM_AT_ONCE: Final = 64  # entries of a list
-_PIECE_BYTES: Final = 64 * 2**10
 _encode = msgspec.json.Encoder().encode
 
 
@@ -42,22 +41,11 @@ def as_raw(value: object) -> msgspec.Raw:
 
 
 def json_pieces(value: Any) -> list[bytes]:
-    """Return the JSON of a value in pieces, each about 64 KiB or one piece of an `EncodedList`.
+    """Return the JSON of a value in pieces, of which one was encoded at a time.
 
     Lists and objects that hold an `EncodedList` must be lists and dicts.
     """
-    found: list[bytes] = []
-    waiting: list[bytes] = []
-    num_bytes = 0
-    for part in _parts(value):
-        waiting.append(part)
-        num_bytes += len(part)
-        if num_bytes >= _PIECE_BYTES:
-            found.append(b"".join(waiting))
-            waiting, num_bytes = [], 0
-    if waiting:
-        found.append(b"".join(waiting))
-    return found
+    return list(_parts(value))
 
 
 def _parts(value: Any) -> Iterator[bytes]:
