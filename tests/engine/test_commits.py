@@ -21,24 +21,11 @@ from pensieve_jax.history.server_tables.changes import (
     CreateConversation,
     DeleteResponse,
     Expire,
-    ResponseDraft,
 )
 from tests.engine.harness import Harness
+from tests.history.drafts import draft_of
 
 CONVERSATION = CreateConversation(owner="ann", conversation_id="conv_1", metadata="{}", created_at_s=1.0)
-
-
-def draft_of(turn_id, **fields):
-    return ResponseDraft(
-        response_id=f"resp_{turn_id}",
-        owner="ann",
-        request="{}",
-        input_items="[]",
-        output_item_id=f"msg_{turn_id}",
-        created_at_s=1.0,
-        expires_at_s=9e9,
-        **fields,
-    )
 
 
 def placed(harness, seed, *, conversation=None, attached=True, **node):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +86,16 @@ class ScriptedServer(StoredServer):
             token_texts=TokenTexts(tokenizer),
         )
         self.harness.services.resolver = resolving(tokenizer, self.reader, own.parsers)
+
+
+def started_servers(directory: Path, template: str) -> Iterator[Callable[..., ScriptedServer]]:
+    """Yield a function that starts a server with given replies, and close all of them afterwards."""
+    made: list[ScriptedServer] = []
+
+    def start(*replies: str, template: str = template) -> ScriptedServer:
+        made.append(ScriptedServer(directory / f"{len(made)}.sqlite", replies, template=template))
+        return made[-1]
+
+    yield start
+    for server in made:
+        server.close()

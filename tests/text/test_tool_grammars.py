@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import jsonschema
 import llguidance
@@ -367,6 +368,19 @@ def test_a_grammar_writes_no_other_text_between_tags(schema: object, text: str) 
     assert not takes(tokenizer, library, grammar, between_tags(text))
 
 
+def check_that_a_is_an_integer(parameters: dict[str, Any]) -> None:
+    """Check that formats which write each argument by itself write and read `a` as an integer."""
+    tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    for name, written in (("qwen3_xml", between_tags("7")), ("pythonic", "[f(a=7)]")):
+        tokenizer, library = tokenizer_of(TOOL_FORMATS[name], has_control=False)
+        grammar = call_grammar(TOOL_FORMATS[name], tools, tokenizer)
+        assert takes(tokenizer, library, grammar, written)
+        assert not takes(tokenizer, library, grammar, written.replace("7", "x"))
+        parser = ReplyParser(TOOL_FORMATS[name], schemas={"f": parameters})
+        (call,) = parsed_reply([*parser.feed(written), *parser.end()]).calls
+        assert json.loads(call.arguments) == {"a": 7}
+
+
 def test_a_reference_at_the_root_says_which_arguments_there_are() -> None:
     own = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for root in (
@@ -374,16 +388,7 @@ def test_a_reference_at_the_root_says_which_arguments_there_are() -> None:
         {"type": "object", "$ref": "#/$defs/A"},
         {"allOf": [{"$ref": "#/$defs/A"}]},
     ):
-        parameters = {**root, "$defs": {"A": own}}
-        tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-        for name, good in (("qwen3_xml", between_tags("7")), ("pythonic", "[f(a=7)]")):
-            tokenizer, library = tokenizer_of(TOOL_FORMATS[name], has_control=False)
-            grammar = call_grammar(TOOL_FORMATS[name], tools, tokenizer)
-            assert takes(tokenizer, library, grammar, good)
-            assert not takes(tokenizer, library, grammar, good.replace("7", "x"))
-            parser = ReplyParser(TOOL_FORMATS[name], schemas={"f": parameters})
-            (call,) = parsed_reply([*parser.feed(good), *parser.end()]).calls
-            assert json.loads(call.arguments) == {"a": 7}
+        check_that_a_is_an_integer({**root, "$defs": {"A": own}})
 
 
 def test_required_arguments_without_a_schema_are_written() -> None:
@@ -413,16 +418,9 @@ def test_required_arguments_without_a_schema_are_written() -> None:
 
 
 def test_arguments_beyond_the_properties_follow_their_own_schema() -> None:
-    parameters = {"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}}
-    tools = check_tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
-    for name, written in (("qwen3_xml", between_tags("7")), ("pythonic", "[f(a=7)]")):
-        tokenizer, library = tokenizer_of(TOOL_FORMATS[name], has_control=False)
-        grammar = call_grammar(TOOL_FORMATS[name], tools, tokenizer)
-        assert takes(tokenizer, library, grammar, written)
-        assert not takes(tokenizer, library, grammar, written.replace("7", "x"))
-        parser = ReplyParser(TOOL_FORMATS[name], schemas={"f": parameters})
-        (call,) = parsed_reply([*parser.feed(written), *parser.end()]).calls
-        assert json.loads(call.arguments) == {"a": 7}
+    check_that_a_is_an_integer(
+        {"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}}
+    )
 
 
 _A = {"properties": {"a": {"type": "integer"}}}

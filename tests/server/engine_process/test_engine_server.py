@@ -27,13 +27,14 @@ from pensieve_jax import (
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history import open_store
-from pensieve_jax.history.server_tables.changes import QueueResponse, ResponseDraft, StartResponse
+from pensieve_jax.history.server_tables.changes import QueueResponse, StartResponse
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
 from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 from pensieve_jax.server.metrics import _COUNTERS, _GAUGES
 from tests.engine.harness import Harness
+from tests.history.drafts import draft_of
 from tests.server.engine_process.fakes import (
     TIMEOUT_S,
     TOKENIZER,
@@ -537,16 +538,7 @@ def test_an_engine_that_outlives_its_front_end_takes_the_starts_of_its_responses
     specs = []
     for number in range(2):
         node = TurnNode(turn_id=new_turn_id(None))
-        draft = ResponseDraft(
-            response_id=f"resp_{node.turn_id}",
-            owner="",
-            request="{}",
-            input_items="[]",
-            output_item_id=f"msg_{node.turn_id}",
-            created_at_s=1.0,
-            expires_at_s=2.0,
-            background=True,
-        )
+        draft = draft_of(node.turn_id, owner="", expires_at_s=2.0, background=True)
         harness.store.apply(QueueResponse(draft=draft, job=b"job"))
         harness.store.apply(StartResponse(owner="", response_id=draft.response_id, starts=number + 1))
         one = spec([5 + number], max_tokens=900)

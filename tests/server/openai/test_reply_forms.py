@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.core.structured import StructuredOutput
 from tests.server.fakes import ask
-from tests.server.scripted import ScriptedServer
+from tests.server.scripted import ScriptedServer, started_servers
 from tests.text.test_reply_forms import takes
 from tests.text.tool_templates import HERMES, QWEN3
 
@@ -44,15 +44,7 @@ ASKED = [
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[Any]:
-    made: list[ScriptedServer] = []
-
-    def start(*replies: str, template: str = QWEN3) -> ScriptedServer:
-        made.append(ScriptedServer(tmp_path / f"{len(made)}.sqlite", replies, template=template))
-        return made[-1]
-
-    yield start
-    for server in made:
-        server.close()
+    yield from started_servers(tmp_path, QWEN3)
 
 
 def form_of(server: ScriptedServer, asked: tuple[str, dict[str, Any]], fields: dict[str, Any]) -> Any:

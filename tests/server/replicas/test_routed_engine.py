@@ -26,12 +26,12 @@ from pensieve_jax.history.server_tables.changes import (
     DeleteResponse,
     EndResponse,
     Expire,
-    ResponseDraft,
 )
 from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
 from pensieve_jax.server.replicas.placement import RootPlacer
+from tests.history.drafts import draft_of
 from tests.server.fakes import FakeTurn, say
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
@@ -404,16 +404,7 @@ def test_a_second_death_fails_the_turn():
 def background_spec() -> TurnSpec:
     """Return the turn of a background response."""
     spec = spec_of()
-    draft = ResponseDraft(
-        response_id=f"resp_{spec.node.turn_id}",
-        owner="",
-        request="{}",
-        input_items="[]",
-        output_item_id=f"msg_{spec.node.turn_id}",
-        created_at_s=1.0,
-        expires_at_s=2.0,
-        background=True,
-    )
+    draft = draft_of(spec.node.turn_id, owner="", expires_at_s=2.0, background=True)
     return dataclasses.replace(spec, node=dataclasses.replace(spec.node, attachment=draft))
 
 

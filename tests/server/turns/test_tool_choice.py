@@ -14,7 +14,7 @@ from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.text import reply_forms
 from tests.server.fakes import ask
 from tests.server.openai.test_reasoning import events_of
-from tests.server.scripted import ScriptedServer
+from tests.server.scripted import ScriptedServer, started_servers
 from tests.text.test_reply_forms import takes
 from tests.text.tool_templates import HERMES, QWEN3
 
@@ -103,15 +103,7 @@ type Start = Callable[..., ScriptedServer]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    made: list[ScriptedServer] = []
-
-    def server_of(*replies: str, template: str = HERMES) -> ScriptedServer:
-        made.append(ScriptedServer(tmp_path / f"{len(made)}.sqlite", replies, template=template))
-        return made[-1]
-
-    yield server_of
-    for server in made:
-        server.close()
+    yield from started_servers(tmp_path, HERMES)
 
 
 def send(server: ScriptedServer, route: Route, body: dict[str, Any]) -> Any:
