@@ -54,7 +54,7 @@ def key_of(value: Any) -> str:
 
 
 def argument_form(schema: Any, root: Any) -> Text | Choices | None:
-    """Return how an argument between tags is written; None for JSON.
+    """Return how an argument between tags is written, or None if it is written as JSON.
 
     Args:
       schema: the argument's schema.

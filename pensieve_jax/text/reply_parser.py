@@ -7,8 +7,8 @@ The parts do not depend on how the text is cut into pieces. Three rules make tha
 
 - White space behind a mark belongs to no part, nor does white space between content and a call. Where
   content goes on behind a call, it begins with one line break.
-- A text that may still become a mark is held back. Marks within JSON strings are text of the arguments, and
-  of a message of gpt-oss for the user that begins as JSON does.
+- A text that may still become a mark is held back. Marks within JSON strings are text: in arguments, and in
+  a message of gpt-oss for the user that begins as JSON does.
 - Arguments are held until the name of their call is known, since some models write them first.
 
 A reply that does not keep to its format loses nothing. What follows a mark without being a call is content,

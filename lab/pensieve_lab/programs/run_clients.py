@@ -49,7 +49,7 @@ _COLUMNS: Final = ("server", "client", "version", "program", "outcome", "cause")
 
 @contextlib.contextmanager
 def server(name: str, directory: Path) -> Iterator[Target]:
-    """Yield a server of one kind."""
+    """Start a server of one kind, or take the given one, and close it afterwards."""
     if name == _GIVEN:
         yield given(directory)
         return

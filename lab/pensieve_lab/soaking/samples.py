@@ -92,7 +92,7 @@ def process_figures(name: str, pid: int) -> dict[str, float]:
 
 
 def child_of(pid: int) -> int:
-    """Return the engine's process, a child of the front end; raises ValueError if there is none."""
+    """Return the engine's process, a child of the front end; raise ValueError if the engine does not run."""
     for thread in (Path("/proc") / str(pid) / "task").iterdir():
         for child in (thread / "children").read_text().split():
             if WORKER not in Path(f"/proc/{child}/cmdline").read_text():

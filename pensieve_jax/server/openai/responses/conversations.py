@@ -304,7 +304,7 @@ async def _row(call: HttpRequest) -> ConversationRow:
 
 
 async def _created_before(call: HttpRequest, key: str | None, body_sha256: str) -> ConversationRow | None:
-    """Return the conversation that a request with this key created; None without one.
+    """Return the conversation that a request with this key created, or None if no request did.
 
     Raises ApiError 422 if the key was used with another body.
     """
