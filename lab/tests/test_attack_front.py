@@ -29,4 +29,4 @@ def test_a_server_is_attacked_and_lives(launch, tmp_path):
     found = json.loads(document.read_text())["results"]
     (row,) = found["attacks"]
     assert not found["has_died"] and row["statuses"] and row["during"]["num"] > 0
-    assert row["front_mb_most"] >= row["front_mb_before"] > 10
+    assert row["memory_most"]["front_mb"] > 10 < row["memory_most"]["engine_mb"]

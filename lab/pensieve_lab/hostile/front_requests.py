@@ -19,8 +19,9 @@ class FrontAttack(NamedTuple):
     """One attack.
 
     Attributes:
-      path: what the attackers ask for again and again.
-      body: the body; None for a GET.
+      path: what the attackers ask for again and again; `ID` stands for the conversation's id.
+      body: the body; None for a GET; `ID` stands for the conversation's id.
+      conversation: the body that creates a conversation before the attack; None: there is none.
       num_owners: how many keys attack at a time.
       num_requests: how many requests each key has open at a time.
       is_read: whether the attackers read the answers; otherwise they keep their connections open.
@@ -28,6 +29,7 @@ class FrontAttack(NamedTuple):
 
     path: str
     body: bytes | None = None
+    conversation: bytes | None = None
     num_owners: int = 1
     num_requests: int = 4
     is_read: bool = True
@@ -53,6 +55,8 @@ def front_attacks() -> Mapping[str, FrontAttack]:
     words = "the cat sat on. " * (_NUM_BYTES // 16)
     message = {"role": "user", "content": "w" * 2000}
     items = [{"type": "message", "role": "user", "content": "b" * (_NUM_BYTES // 20 - 100)}] * 20
+    conversation = json.dumps({"items": items}).encode()
+    shorter = json.dumps({"items": items[:8]}).encode()
     turn = _written(messages=[{"role": "user", "content": "Tell me a story."}], max_tokens=64)
     tokenized = _written(prompt=words[: 2 * 2**20])
     return {
@@ -80,9 +84,14 @@ def front_attacks() -> Mapping[str, FrontAttack]:
         "many messages": FrontAttack(
             "/v1/chat/completions", _written(messages=[message] * 4095, max_tokens=1)
         ),
-        "long conversations": FrontAttack("/v1/conversations", json.dumps({"items": items}).encode()),
+        "count a long conversation": FrontAttack(
+            f"{_RESPONSES}/input_tokens", _written(conversation="ID"), conversation=shorter
+        ),
+        "long conversations": FrontAttack("/v1/conversations", conversation),
         "turns of one key": FrontAttack("/v1/chat/completions", turn, num_requests=64),
         "maps": FrontAttack("/v1/pensieve/chunks", num_requests=16),
         "statistics": FrontAttack("/v1/pensieve/stats", num_requests=16),
-        "long answers that are not read": FrontAttack("items", num_requests=60, is_read=False),
+        "long answers that are not read": FrontAttack(
+            "/v1/conversations/ID/items?limit=100", None, conversation, num_requests=60, is_read=False
+        ),
     }

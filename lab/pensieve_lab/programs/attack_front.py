@@ -9,7 +9,8 @@ for `--attack_s` each (see `pensieve_lab.hostile.front_requests`). With `--addre
 attacked; it must have the keys that `--write_keys=FILE` writes. So an older version can be compared.
 
 For each attack the report has the slowest of the small requests before and during it, and the statuses that
-the attackers got. It has the resident memory of the front end, too: its peak, and the value `--rest_s` later.
+the attackers got. It has the largest resident memory of the front end and of the engine, too, and the seconds
+after which the front end is back within 32 MB of its memory before; at most `--rest_s` are waited for.
 The last line is one JSON document (see `--json`). The exit status is 1 if the server died.
 """
 
@@ -34,10 +35,11 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_lab.hostile.front_requests import MODEL, FrontAttack, front_attacks
 from pensieve_lab.serving.served import ServedProcess
-from pensieve_lab.soaking.samples import process_figures
+from pensieve_lab.soaking.samples import child_of, process_figures
 
 FLAGS = flags.FLAGS
 _TIMEOUT_S: Final = 120.0
+_BACK_MB: Final = 32.0  # memory counts as given back within this distance
 _OWNERS: Final = ("alice", "bob", "carol")
 _SERVE: Final = (
     *(f"--model={MODEL}", "--gpu_pages=256", "--cpu_bytes=64MB", "--max_num_running=16"),
@@ -63,6 +65,37 @@ class Waits(NamedTuple):
     p50_ms: float
     max_ms: float
     failed: dict[str, int]
+
+
+class Memory(NamedTuple):
+    """Resident memory of a server's processes, in MB; 0 where a process is not known or gone.
+
+    Attributes:
+      front_mb: the front end's.
+      engine_mb: the engine's.
+    """
+
+    front_mb: float = 0.0
+    engine_mb: float = 0.0
+
+    @classmethod
+    def of(cls, pid: int | None) -> Memory:
+        """Return that of the server whose front end is this process."""
+        if pid is None:
+            return cls()
+        with contextlib.suppress(OSError, ValueError):  # the engine is gone, or being started again
+            return cls(_resident_mb(pid), _resident_mb(child_of(pid)))
+        with contextlib.suppress(OSError):
+            return cls(_resident_mb(pid))
+        return cls()
+
+    def most(self, other: Memory) -> Memory:
+        """Return the larger value of each."""
+        return Memory(max(self.front_mb, other.front_mb), max(self.engine_mb, other.engine_mb))
+
+
+def _resident_mb(pid: int) -> float:
+    return process_figures("any", pid)["any_rss_mb"]
 
 
 def key_lines() -> str:
@@ -94,52 +127,65 @@ async def attack(address: str, pid: int | None) -> int:
     """
     rows: list[dict[str, Any]] = []
     with Neighbour(address) as neighbour:
-        await asyncio.sleep(FLAGS.rest_s)
+        await asyncio.sleep(FLAGS.quiet_s)
         for name, one in front_attacks().items():
             if FLAGS.only not in name:
                 continue
             neighbour.take()
             await asyncio.sleep(FLAGS.quiet_s)
-            before, memory = neighbour.take(), _memory_mb(pid)
+            before, memory = neighbour.take(), Memory.of(pid)
             attackers = Attackers(address, one, pid)
             await attackers.run(FLAGS.attack_s)
             during = neighbour.take()
-            await asyncio.sleep(FLAGS.rest_s)
+            back_s, after = await _rest(pid, memory.front_mb)
             rows.append(
                 {
                     "attack": name,
                     "before": before._asdict(),
                     "during": during._asdict(),
                     "statuses": dict(sorted(attackers.statuses.items())),
-                    "front_mb_before": memory,
-                    "front_mb_most": attackers.most_mb,
-                    "front_mb_after": _memory_mb(pid),
+                    "memory_before": memory._asdict(),
+                    "memory_most": attackers.most._asdict(),
+                    "memory_after": after._asdict(),
+                    "back_s": back_s,
                 }
             )
             print(_in_words(rows[-1]), flush=True)
         has_died = await _has_died(address)
-    titles = ["attack", "slowest before, ms", "during, ms", "front, MB", "at most", "after"]
+    titles = [
+        *("attack", "slowest before, ms", "during, ms"),
+        *("front, MB", "at most", "after", "back, s", "engine, MB", "at most"),
+    ]
     print(table(titles, [_cells(row) for row in rows]))
-    units = {"p50_ms": "ms", "max_ms": "ms", "front_mb_before": "MB"}
+    units = {"p50_ms": "ms", "max_ms": "ms", "front_mb": "MB", "engine_mb": "MB", "back_s": "s"}
     results = {"attacks": rows, "has_died": has_died}
     print_document(json_line("front_attacks", results, units=units, device=device_name()))
     return EXIT_FAILED if has_died else 0
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
-    memory = [row[f"front_mb_{when}"] for when in ("before", "most", "after")]
     slowest = [f"{row[when]['max_ms']:.0f}" for when in ("before", "during")]
-    return [row["attack"], *slowest, *(f"{each:.0f}" for each in memory)]
+    front = [f"{row[f'memory_{when}']['front_mb']:.0f}" for when in ("before", "most", "after")]
+    engine = [f"{row[f'memory_{when}']['engine_mb']:.0f}" for when in ("before", "most")]
+    back = "-" if row["back_s"] is None else f"{row['back_s']:.1f}"
+    return [row["attack"], *slowest, *front, back, *engine]
 
 
 def _in_words(row: dict[str, Any]) -> str:
     cells = _cells(row)
     failed = f", failed {row['during']['failed']}" if row["during"]["failed"] else ""
-    return f"{cells[0]}: {cells[1]} to {cells[2]} ms{failed}; {cells[4]} MB; {row['statuses']}"
+    memory = f"{cells[3]} to {cells[4]} MB, back after {cells[6]} s"
+    return f"{cells[0]}: {cells[1]} to {cells[2]} ms{failed}; {memory}; {row['statuses']}"
 
 
-def _memory_mb(pid: int | None) -> float:
-    return 0.0 if pid is None else process_figures("front", pid)["front_rss_mb"]
+async def _rest(pid: int | None, before_mb: float) -> tuple[float | None, Memory]:
+    """Wait until the front end's memory is back; return the seconds, None if it is not, and the memory."""
+    began_s = time.monotonic()
+    while (passed_s := time.monotonic() - began_s) < FLAGS.rest_s:
+        if (memory := Memory.of(pid)).front_mb <= before_mb + _BACK_MB:
+            return round(passed_s, 1), memory
+        await asyncio.sleep(0.1)
+    return None, Memory.of(pid)
 
 
 async def _has_died(address: str) -> bool:
@@ -154,12 +200,12 @@ class Attackers:
 
     Attributes:
       statuses: the statuses that they got, with the error's code.
-      most_mb: the largest resident memory of the front end that was seen.
+      most: the largest memory that was seen.
     """
 
     def __init__(self, address: str, one: FrontAttack, pid: int | None) -> None:
         self.statuses: Counter[str] = Counter()
-        self.most_mb = 0.0
+        self.most = Memory()
         self._address, self._attack, self._pid = address, one, pid
 
     async def run(self, seconds: float) -> None:
@@ -175,7 +221,7 @@ class Attackers:
 
     async def _watch(self) -> None:
         while True:
-            self.most_mb = max(self.most_mb, _memory_mb(self._pid))
+            self.most = self.most.most(Memory.of(self._pid))
             await asyncio.sleep(0.05)
 
     async def _attack_as(self, owner: str, until_s: float) -> None:
@@ -183,24 +229,25 @@ class Attackers:
         headers = {"authorization": f"Bearer {owner}key", "content-type": "application/json"}
         options: dict[str, Any] = {"timeout": _TIMEOUT_S, "trust_env": False, "limits": limits}
         async with httpx2.AsyncClient(base_url=self._address, headers=headers, **options) as http:
-            path = await self._path(http)
+            path, body = await self._request(http)
             if not self._attack.is_read:
                 await self._leave_unread(owner, path, until_s)
                 return
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._attack.num_requests):
-                    group.create_task(self._ask(http, path, until_s))
+                    group.create_task(self._ask(http, path, body, until_s))
 
-    async def _path(self, http: httpx2.AsyncClient) -> str:
-        """Return the attack's path, or that of the items of a new long conversation."""
-        if self._attack.path != "items":
-            return self._attack.path
-        body = front_attacks()["long conversations"].body
-        made = (await http.post("/v1/conversations", content=body)).json()
-        return f"/v1/conversations/{made['id']}/items?limit=100"
+    async def _request(self, http: httpx2.AsyncClient) -> tuple[str, bytes | None]:
+        """Return the attack's path and body, with the id of the conversation that it needs."""
+        path, body = self._attack.path, self._attack.body
+        if self._attack.conversation is None:
+            return path, body
+        made = (await http.post("/v1/conversations", content=self._attack.conversation)).json()
+        return path.replace("ID", made["id"]), None if body is None else body.replace(
+            b"ID", made["id"].encode()
+        )
 
-    async def _ask(self, http: httpx2.AsyncClient, path: str, until_s: float) -> None:
-        body = self._attack.body
+    async def _ask(self, http: httpx2.AsyncClient, path: str, body: bytes | None, until_s: float) -> None:
         while time.monotonic() < until_s:
             try:
                 answer = await http.request("GET" if body is None else "POST", path, content=body)
@@ -282,7 +329,12 @@ def define_flags() -> None:
     flags.DEFINE_string("only", "", "Attacks whose name has this text.")
     flags.DEFINE_float("attack_s", 6.0, "Seconds of an attack.", lower_bound=0.1)
     flags.DEFINE_float("quiet_s", 3.0, "Seconds without attack before each one.", lower_bound=0.1)
-    flags.DEFINE_float("rest_s", 5.0, "Seconds after an attack, before memory is read.", lower_bound=0.0)
+    flags.DEFINE_float(
+        "rest_s",
+        30.0,
+        "Longest wait after an attack for the memory to be given back, in seconds.",
+        lower_bound=0.0,
+    )
     define_document_flag()
 
 
