@@ -8,6 +8,8 @@ and size, HTTP beyond the errors 429 and 503. Called by `server.turns.run` and t
 The engine gets as many turns as it can run, and a few more so that none of its slots stays empty. The other
 turns wait here, because waiting here can be cancelled. The keys that wait are served in turn, by the tokens
 of their turns. Each key has a queue of its own, so one key's queue is never full with turns of others.
+While several keys are active, some slots of the engine are left for keys that have no turn in it. Such a
+turn then starts with the next step, instead of after a reply to another key.
 Retry-After is the expected time for the tokens of all admitted and waiting turns at the recent token rate:
 the prompt tokens, and replies as long as recent ones.
 """
@@ -29,6 +31,9 @@ from pensieve_jax.server.http.settings import ServerSettings
 MAX_RETRY_AFTER_S: Final = 30
 _RATE_WINDOW_S: Final = 30.0
 _NUM_RECENT_REPLIES: Final = 64
+_ACTIVE_S: Final = 60.0  # a key is active for so long after its last turn
+_SLOTS_LEFT: Final = 16  # of so many slots one is left for keys that have no turn in the engine,
+_MIN_SLOTS: Final = 8  # in an engine with at least so many
 _STATES: Final = {
     "starting": "The engine is starting; try again soon.",
     "draining": "The server is shutting down and accepts no new turns.",
@@ -131,6 +136,8 @@ class TurnAdmission:
         self._now_s = now_s
         self._reply_lens: deque[int] = deque(maxlen=_NUM_RECENT_REPLIES)
         self._num_in_engine = 0
+        self._num_in_engine_of: Counter[str] = Counter()  # by owner, without zeros
+        self._active_until_s: dict[str, float] = {}  # by owner, by time
         self._num_waiting_of: Counter[str] = Counter()  # by owner, without zeros
         self._permits: dict[TurnPermit, None] = {}  # issued or waited for, by arrival
         self._has_keys = settings.api_keys_file is not None  # without keys all clients are one owner
@@ -194,9 +201,11 @@ class TurnAdmission:
         if self._has_keys and self.in_flight(owner) + num_turns > most:
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
-        if not len(self._queue) and self._has_room(num_turns):
+        self._note_active(owner)
+        passes = self._has_none if self._leaves_slots and self._has_none(owner) else None
+        if self._queue.first(passes) is None and self._has_room(owner, num_turns):
             permit = TurnPermit(self, owner, num_turns, num_tokens, max_tokens, self._now_s())
-            self._num_in_engine += num_turns
+            self._count_in_engine(permit, 1)
             self._count(permit, 1)
             return permit
         max_waiting = self._settings.queue_per_running * self._engine.info.max_num_running
@@ -240,8 +249,36 @@ class TurnAdmission:
         most = self._engine.info.max_num_running
         return most + max(8, most // 4)
 
-    def _has_room(self, num_turns: int) -> bool:
-        return self._num_in_engine + num_turns <= self._max_in_engine()
+    def _has_room(self, owner: str, num_turns: int) -> bool:
+        return self._num_in_engine + num_turns <= self._max_for(owner)
+
+    def _max_for(self, owner: str) -> int:
+        """Return how many turns may be in the engine after one of this owner comes in."""
+        if not self._leaves_slots or self._has_none(owner):
+            return self._max_in_engine()
+        num_slots = self._engine.info.max_num_running
+        return num_slots - max(1, num_slots // _SLOTS_LEFT)
+
+    @property
+    def _leaves_slots(self) -> bool:
+        """Whether slots are left for owners without turns in the engine."""
+        return len(self._active_until_s) > 1 and self._engine.info.max_num_running >= _MIN_SLOTS
+
+    def _has_none(self, owner: str) -> bool:
+        return not self._num_in_engine_of[owner]
+
+    def _note_active(self, owner: str) -> None:
+        now_s = self._now_s()
+        self._active_until_s.pop(owner, None)
+        self._active_until_s[owner] = now_s + _ACTIVE_S
+        for other in [other for other, until_s in self._active_until_s.items() if until_s <= now_s]:
+            del self._active_until_s[other]
+
+    def _count_in_engine(self, permit: TurnPermit, sign: int) -> None:
+        self._num_in_engine += sign * permit.num_turns
+        self._num_in_engine_of[permit.owner] += sign * permit.num_turns
+        if not self._num_in_engine_of[permit.owner]:
+            del self._num_in_engine_of[permit.owner]
 
     def _count(self, permit: TurnPermit, sign: int) -> None:
         left = self.in_flight(permit.owner) + sign * permit.num_turns
@@ -282,8 +319,9 @@ class TurnAdmission:
             raise
 
     def _leave(self, permit: TurnPermit, num_done_tokens: int, reply_lens: Iterable[int]) -> None:
-        self._num_in_engine -= permit.num_turns
+        self._count_in_engine(permit, -1)
         self._count(permit, -1)
+        self._note_active(permit.owner)
         self._reply_lens.extend(reply_lens)
         if num_done_tokens:
             self.rate.add(num_done_tokens)
@@ -292,18 +330,26 @@ class TurnAdmission:
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        while (turn := self._queue.first()) is not None:
-            permit = self._waiting[turn]
-            if turn.cancelled():  # cancelled, but `_wait` has not run yet
-                self._remove_waiting(turn)
-                continue
-            if not self._has_room(permit.num_turns):
-                return
-            self._queue.take()
-            del self._waiting[turn]
-            self._count_waiting(permit, -1)
-            self._num_in_engine += permit.num_turns
-            turn.set_result(None)
+        while (self._leaves_slots and self._admit_next(self._has_none)) or self._admit_next():
+            pass
+
+    def _admit_next(self, may_leave: Callable[[str], bool] | None = None) -> bool:
+        """Admit or forget the next turn of these owners; return False if there is none or no room for it."""
+        turn = self._queue.first(may_leave)
+        if turn is None:
+            return False
+        permit = self._waiting[turn]
+        if turn.cancelled():  # cancelled, but `_wait` has not run yet
+            self._remove_waiting(turn)
+            return True
+        if not self._has_room(permit.owner, permit.num_turns):
+            return False
+        self._queue.take(may_leave)
+        del self._waiting[turn]
+        self._count_waiting(permit, -1)
+        self._count_in_engine(permit, 1)
+        turn.set_result(None)
+        return True
 
     def _remove_waiting(self, turn: asyncio.Future[None]) -> None:
         """Remove an entry whose request no longer waits from the queue."""

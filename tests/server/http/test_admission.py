@@ -23,7 +23,7 @@ def limits_of(max_num_running=2, **settings):
 async def fill(limits, owner="a"):
     """Return permits until the next one would have to wait."""
     permits = []
-    while limits._has_room(1):
+    while limits._has_room(owner, 1):
         permits.append(await limits.enter(owner))
     return permits
 
@@ -289,7 +289,7 @@ def test_the_engine_admits_a_quarter_more_turns_than_it_runs_but_at_least_eight_
     async def scenario():
         limits, _, _ = limits_of(max_num_running=max_num_running)
         permit = await limits.enter("a", most)
-        assert limits.num_in_engine == most and not limits._has_room(1)
+        assert limits.num_in_engine == most and not limits._has_room("b", 1)
         permit.leave()
         with pytest.raises(ApiError, match=f"at most {most}"):
             await limits.enter("a", most + 1)
@@ -400,9 +400,57 @@ def test_two_keys_that_always_wait_are_served_the_same_tokens():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("max_num_running", "num_left"), [(8, 1), (31, 1), (64, 4)])
+def test_slots_are_left_for_a_key_without_turns_while_several_keys_are_active(max_num_running, num_left):
+    async def scenario():
+        settings = {"max_in_flight_per_key": 200, "queue_per_running": 50, "api_keys_file": "keys"}
+        limits, _, clock = limits_of(max_num_running=max_num_running, **settings)
+        alone = await fill(limits, "many")
+        assert limits.num_in_engine == max_num_running + max(8, max_num_running // 4)
+        for permit in alone:
+            permit.leave()
+        (await limits.enter("few")).leave()
+        many = [asyncio.ensure_future(limits.enter("many")) for _ in range(100)]
+        await asyncio.sleep(0)
+        assert limits.num_in_engine == max_num_running - num_left
+        first = await limits.enter("few")  # at once, although others wait
+        assert limits.num_in_engine == max_num_running - num_left + 1
+        more = [asyncio.ensure_future(limits.enter("few")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in more)  # what is left is for keys without turns
+        for task in (*many[::-1], *more):  # first those that wait, so that none follows the others
+            if not task.cancel():
+                task.result().leave()
+        await asyncio.gather(*many, *more, return_exceptions=True)
+        first.leave()
+        clock.advance(60.0)  # alone again
+        assert len(await fill(limits, "many")) == max_num_running + max(8, max_num_running // 4)
+
+    asyncio.run(scenario())
+
+
+def test_several_turns_at_once_wait_for_their_owners_turns_only():
+    """Another key's turns pass them, one after the other, and still they enter."""
+
+    async def scenario():
+        limits, _, _ = limits_of(max_num_running=16, max_in_flight_per_key=200, api_keys_file="keys")
+        single = await limits.enter("few")
+        permits = [await limits.enter("many") for _ in range(10)]
+        large = asyncio.ensure_future(limits.enter("many", 15))
+        for permit in permits:
+            single.leave(10)
+            single = await limits.enter("few")
+            assert not large.done()
+            permit.leave(10)
+        (await large).leave()
+        single.leave()
+
+    asyncio.run(scenario())
+
+
 def test_a_key_whose_turns_are_cancelled_is_charged_for_them():
     async def scenario():
-        limits, _, _ = limits_of(max_num_running=8, max_in_flight_per_key=200, api_keys_file="keys")
+        limits, _, _ = limits_of(max_num_running=7, max_in_flight_per_key=200, api_keys_file="keys")
         permits = await fill(limits, "b")
         waiting = [asyncio.ensure_future(limits.enter("a", 1, 100)) for _ in range(3)]
         waiting += [asyncio.ensure_future(limits.enter("b", 1, 100)) for _ in range(3)]
