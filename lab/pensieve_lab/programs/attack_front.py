@@ -9,8 +9,8 @@ for `--attack_s` each (see `pensieve_lab.hostile.front_requests`). With `--addre
 attacked; it must have the keys that `--write_keys=FILE` writes. So an older version can be compared.
 
 For each attack the report has the slowest of the small requests before and during it, and the statuses that
-the attackers got. It has the largest resident memory of the front end and of the engine, too, and the seconds
-after which the front end is back within 32 MB of its memory before; at most `--rest_s` are waited for.
+the attackers got. It has the largest resident memory of the front end and of the engine, too. `back` is the
+time after which the front end has at most 32 MB more than before; `--rest_s` limits the wait for it.
 The last line is one JSON document (see `--json`). The exit status is 1 if the server died.
 """
 

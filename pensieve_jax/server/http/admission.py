@@ -32,8 +32,8 @@ MAX_RETRY_AFTER_S: Final = 30
 _RATE_WINDOW_S: Final = 30.0
 _NUM_RECENT_REPLIES: Final = 64
 _ACTIVE_S: Final = 60.0  # a key is active for so long after its last turn
-_SLOTS_LEFT: Final = 16  # of so many slots one is left for keys that have no turn in the engine,
-_MIN_SLOTS: Final = 8  # in an engine with at least so many
+_SLOTS_PER_FREE: Final = 16  # slots per slot that is left for keys without turns in the engine
+_MIN_SLOTS: Final = 8  # engines with fewer slots leave none
 _STATES: Final = {
     "starting": "The engine is starting; try again soon.",
     "draining": "The server is shutting down and accepts no new turns.",
@@ -257,7 +257,7 @@ class TurnAdmission:
         if not self._leaves_slots or self._has_none(owner):
             return self._max_in_engine()
         num_slots = self._engine.info.max_num_running
-        return num_slots - max(1, num_slots // _SLOTS_LEFT)
+        return num_slots - max(1, num_slots // _SLOTS_PER_FREE)
 
     @property
     def _leaves_slots(self) -> bool:
@@ -334,7 +334,7 @@ class TurnAdmission:
             pass
 
     def _admit_next(self, may_leave: Callable[[str], bool] | None = None) -> bool:
-        """Admit or forget the next turn of these owners; return False if there is none or no room for it."""
+        """Admit or forget the next turn of these owners; return False if none waits or none fits."""
         turn = self._queue.first(may_leave)
         if turn is None:
             return False
