@@ -21,7 +21,7 @@ class FrontAttack(NamedTuple):
     Attributes:
       path: what the attackers ask for again and again; `ID` stands for the conversation's id.
       body: the body; None for a GET; `ID` stands for the conversation's id.
-      conversation: the body that creates a conversation before the attack; None: there is none.
+      conversation: the body that creates a conversation before the attack, or None.
       num_owners: how many keys attack at a time.
       num_requests: how many requests each key has open at a time.
       is_read: whether the attackers read the answers; otherwise they keep their connections open.
