@@ -1,17 +1,23 @@
 """The C library's allocator in a server, whose requests take many megabytes for a moment.
 
-Owns: two settings of glibc. Does not know: who allocates. Called by `server.app`.
+Owns: two settings of glibc, and when free memory is returned. Does not know: who allocates. Called by
+`server.app`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
-from typing import Final
+import resource
+from pathlib import Path
+from typing import Final, NoReturn
 
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 _LARGE_BYTES: Final = 2**20
 _NUM_ARENAS: Final = 2
+_GROWTH_BYTES: Final = 32 * 2**20
+_PERIOD_S: Final = 5.0
 
 
 def return_large_blocks() -> bool:
@@ -25,3 +31,23 @@ def return_large_blocks() -> bool:
     except (OSError, AttributeError):  # another C library
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_ARENA_MAX, _NUM_ARENAS))
+
+
+async def return_free_memory(period_s: float = _PERIOD_S) -> NoReturn:
+    """Return what is free between blocks that are not, after each period in which the process has grown.
+
+    Texts of a few kilobytes each, such as thousands of messages, come from the heap. It shrinks from its end
+    only, so one text that stays would keep all before it. Does nothing with another C library.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    least = _num_resident_bytes()
+    while True:
+        await asyncio.sleep(period_s)
+        least = min(least, _num_resident_bytes())
+        if trim is not None and _num_resident_bytes() > least + _GROWTH_BYTES:
+            await asyncio.to_thread(trim, 0)
+            least = _num_resident_bytes()
+
+
+def _num_resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

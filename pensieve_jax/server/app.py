@@ -21,7 +21,7 @@ from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
 from pensieve_jax.server import cache_view, operations, page, stored_view
-from pensieve_jax.server.allocator import return_large_blocks
+from pensieve_jax.server.allocator import return_free_memory, return_large_blocks
 from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
@@ -72,10 +72,12 @@ def make_application(
         return_large_blocks()
         if services.texts is not None:
             services.texts.start()
+        trimming = asyncio.create_task(return_free_memory())
         with closing(reader):
             try:
                 yield
             finally:
+                trimming.cancel()
                 if services.texts is not None:
                     services.texts.close()
                 if services.tracing is not None:  # closing waits for the network
