@@ -89,13 +89,6 @@ class Ticket:
         self._ledger._add(self.owner, resource, amount)
         self._held[resource] = self._held.get(resource, 0) + amount
 
-    def release(self, resource: Resource, amount: int) -> None:
-        """Release a part of what the ticket holds before it closes."""
-        held = self._held[resource] - amount
-        assert held >= 0, f"{amount} of {resource} were never charged"
-        self._held[resource] = held
-        self._ledger._subtract(self.owner, resource, amount)
-
     def on_close(self, release: Callable[[], None]) -> None:
         """Call `release` when the ticket closes, for something that is not counted."""
         self._on_close.append(release)
@@ -103,11 +96,11 @@ class Ticket:
     def close(self) -> None:
         """Release everything; further calls do nothing."""
         held, self._held = self._held, {}
+        for resource, amount in held.items():
+            self._ledger._subtract(self.owner, resource, amount)
         releases, self._on_close = self._on_close, []
         for release in releases:
             release()
-        for resource, amount in held.items():
-            self._ledger._subtract(self.owner, resource, amount)
 
     def __enter__(self) -> Self:
         return self
