@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta
 
 from pensieve_jax.core.errors import (
-    ContextLengthError,
     InvalidRequestError,
     TokenizerMissingError,
     UnknownTurnError,
@@ -266,10 +265,8 @@ class Completion:
                     found.append(
                         tokenizer.encode(prompt, add_bos=self._parent_id is None, token_limit=token_limit)
                     )
-                except ContextLengthError as error:
-                    raise as_api_error(error, {"prompt": self._field(index)}) from error
                 except InvalidRequestError as error:
-                    raise invalid_value(self._field(index), str(error)) from error
+                    raise as_api_error(error, {"prompt": self._field(index)}) from error
             if not found[-1]:
                 raise invalid_value(self._field(index), f"{self._field(index)} must have at least one token.")
             check_num_tokens(self._services, len(found[-1]), self._field(index))
