@@ -23,6 +23,7 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 2**18  # as many as large vocabularies have
 MAX_BIASED_IDS = 300
 MAX_BIAS = 100.0
 MAX_BAD_WORDS = 64
@@ -341,6 +342,7 @@ class SamplingParams:
             for string in getattr(self, name):
                 _check_size(name, string, max_length, "characters in a string")
         _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
+        _check_size("allowed_token_ids", self.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, "ids")
         if self.structured is not None and self.ignore_eos:
             raise InvalidRequestError("ignore_eos", True, "False with structured, whose form ends the reply")
         # Later code relies on the checks, and the caller may change its lists.

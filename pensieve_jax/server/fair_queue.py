@@ -3,7 +3,7 @@
 Owns: the order of entries, by virtual token counters (Sheng et al., "Fairness in Serving Large Language
 Models", OSDI 2024).
 Does not know: what entries are, what cost is measured in, or when an entry may leave. Called by
-`server.http.admission` and `server.workers`.
+`server.http.admission`, `server.change_queue` and `server.workers`.
 
 Each owner has a counter of the cost that it was served. The next entry is the oldest of the owner with the
 smallest counter. So owners that always have entries are served the same cost over time, however many entries

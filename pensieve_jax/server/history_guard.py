@@ -1,6 +1,6 @@
 """An engine behind a check of its history: a damaged one takes no more turns and no changes.
 
-Owns: when a history counts as damaged, and what is refused then.
+Owns: when a history counts as damaged, and what is refused then. Changes wait in a queue (`change_queue`).
 Does not know: HTTP, or how damage is found; the history's reader and its writer find it when they use it.
 
 Damage stays until a restart, which reads the whole file and moves it aside. Turns that are not stored go on.
@@ -16,6 +16,7 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.server.async_engine import AsyncTurn, EngineInfo, EngineService, EngineState
+from pensieve_jax.server.change_queue import ChangeQueue
 
 
 class HistoryGuard:
@@ -25,6 +26,7 @@ class HistoryGuard:
         """Guard `engine`, whose history `reader` reads."""
         self._engine = engine
         self._reader = reader
+        self._changes = ChangeQueue(engine.apply)
 
     @property
     def is_damaged(self) -> bool:
@@ -48,7 +50,7 @@ class HistoryGuard:
     async def apply(self, change: HistoryChange) -> None:
         """See `EngineService`; raise HistoryCorruptError for a damaged history."""
         self.check()
-        await self._engine.apply(change)
+        await self._changes.apply(change)
 
     # The engine's own
 

@@ -19,8 +19,6 @@ from typing import Any, ClassVar, Final
 
 from pensieve_jax.core.errors import (
     ChatTemplateError,
-    ContextLengthError,
-    InvalidRequestError,
     PensieveError,
     TokenizerMissingError,
 )
@@ -207,14 +205,9 @@ def _token_ids(services: Services, body: TokenizeBody) -> list[int]:
         except ChatTemplateError as error:
             raise template_error(error, messages, "messages") from error
     assert body.prompt is not None
-    try:
-        return services.tokenizer.encode(
-            body.prompt, add_bos=body.add_special_tokens is not False, token_limit=token_limit
-        )
-    except ContextLengthError:
-        raise
-    except InvalidRequestError as error:
-        raise invalid_value("prompt", str(error)) from error
+    return services.tokenizer.encode(
+        body.prompt, add_bos=body.add_special_tokens is not False, token_limit=token_limit
+    )
 
 
 ROUTES: Final = (

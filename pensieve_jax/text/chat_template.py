@@ -114,10 +114,16 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, *_EXPRESSION_ERRORS) as error:
+        except jinja2.TemplateError as error:
             raise ChatTemplateError(
                 f"The chat template cannot render these messages ({error})",
                 "change their roles or order to what the template allows, or send text with generate",
+            ) from error
+        except _EXPRESSION_ERRORS as error:
+            # Its message is in the hint, which a server does not tell its clients.
+            raise ChatTemplateError(
+                "The chat template cannot render these messages",
+                f"change them to what its expressions allow ({error}), or send text with generate",
             ) from error
 
     def _as_read(self, message: Message) -> dict[str, Any]:

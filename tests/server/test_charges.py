@@ -75,6 +75,23 @@ def test_a_stored_request_beyond_a_budget_is_refused_and_holds_nothing(tmp_path,
     asyncio.run(scenario())
 
 
+def test_a_long_body_is_charged_before_it_is_decoded():
+    class Texts:
+        min_characters = 1000
+
+        def decode_body(self, body, kind, offers):
+            raise AssertionError("decoded before it was charged")
+
+    async def scenario() -> None:
+        settings = ServerSettings(budgets={"json_values": 300})
+        harness = Harness(ROUTES, FakeEngine(), settings, texts=Texts())
+        body = {"prompt": "a", "zz": [[]] * 1000}
+        check(*await harness.open("POST", COMPLETION, body).whole(), "json_values")
+        assert all(harness.services.ledger.held(name) == 0 for name in RESOURCES)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_a_long_answer_is_held_until_its_client_has_read_it(is_watched):
     """It used to stay in the connection's buffer when its request was over, and counted for nothing."""

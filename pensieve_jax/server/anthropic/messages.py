@@ -38,10 +38,11 @@ from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.errors import ApiError, as_api_error, invalid_value
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.turns.checks import check_model, check_no_key
+from pensieve_jax.server.turns.checks import check_model
+from pensieve_jax.server.turns.idempotency import KeyedRequest, keyed_request
 from pensieve_jax.server.turns.items import reply_id
-from pensieve_jax.server.turns.message_turns import MessageTurns
-from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
+from pensieve_jax.server.turns.message_turns import MessageTurns, stores_turns
+from pensieve_jax.server.turns.run import ReplyTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.structured import AskedForm
 from pensieve_jax.server.turns.template import ignores_effort
@@ -59,10 +60,10 @@ async def create_message(call: HttpRequest) -> HttpResponse:
     _check_version(call)
     body = await call.decode(MessagesBody)
     check_model(call.services, body.model)
-    check_no_key(call, stores=False)
+    keyed = await keyed_request(call, stores=stores_turns(call.services, None))
     call.charge_stream(body.stream)
     form = await asked_form(call, body)
-    message = await call.run_cpu(NewMessage, call, body, form)
+    message = await call.run_cpu(NewMessage, call, body, form, keyed)
     running = await message.start()
     if body.stream:
         settings = call.services.settings
@@ -88,7 +89,7 @@ async def count_tokens(call: HttpRequest) -> HttpResponse:
 
 
 ROUTES: Final = (
-    Route("POST", "/v1/messages", create_message, error_reply=error_reply),
+    Route("POST", "/v1/messages", create_message, takes_key=True, error_reply=error_reply),
     Route("POST", "/v1/messages/count_tokens", count_tokens, error_reply=error_reply),
 )
 
@@ -106,7 +107,7 @@ class MessageContext:
 
     _form_fields: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, call: HttpRequest, body: ContextFields) -> None:
+    def __init__(self, call: HttpRequest, body: ContextFields, keyed: KeyedRequest | None = None) -> None:
         """Check the decoded body as a whole; raise ApiError."""
         body.check()
         context = context_of(body)
@@ -120,7 +121,9 @@ class MessageContext:
             template_input = template_input_of(body, context, chat_format, self._choice)
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
-        self._turns = MessageTurns(call, context.messages, template_input=template_input, paths=context.paths)
+        self._turns = MessageTurns(
+            call, context.messages, template_input=template_input, paths=context.paths, keyed=keyed
+        )
 
     async def num_tokens(self) -> int:
         """Return the number of tokens; raise ApiError."""
@@ -145,9 +148,11 @@ class MessageContext:
 class NewMessage(MessageContext):
     """One message to create, from its context to its response."""
 
-    def __init__(self, call: HttpRequest, body: MessagesBody, asked: AskedForm) -> None:
+    def __init__(
+        self, call: HttpRequest, body: MessagesBody, asked: AskedForm, keyed: KeyedRequest | None = None
+    ) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its reply."""
-        super().__init__(call, body)
+        super().__init__(call, body, keyed)
         self._body = body
         self._services = call.services
         self._wait = call.unless_gone
@@ -157,7 +162,7 @@ class NewMessage(MessageContext):
         self._owner = call.owner
         self._shows_thinking = body.thinking is None or body.thinking.display != "omitted"
 
-    async def start(self) -> RunningTurns:
+    async def start(self) -> ReplyTurns:
         """Wait for a ticket and submit the turn; raise ApiError."""
         try:
             return await self._turns.start(self._params, max_tokens=self._body.max_tokens)
@@ -166,7 +171,7 @@ class NewMessage(MessageContext):
             found = error_of_calls(error, self._form_fields, tools, self._choice)
             raise self._as_api_error(found) from error
 
-    async def whole(self, running: RunningTurns) -> dict[str, Any]:
+    async def whole(self, running: ReplyTurns) -> dict[str, Any]:
         """Wait for the reply and return the message; raise its failure."""
         try:
             (output,) = await self._wait(running.results())
@@ -175,7 +180,7 @@ class NewMessage(MessageContext):
         await self._turns.record_usage([output])
         return await run_cpu(self._owner, takes_long([output]), self._message, output)
 
-    async def events(self, running: RunningTurns) -> AsyncGenerator[bytes]:
+    async def events(self, running: ReplyTurns) -> AsyncGenerator[bytes]:
         """Yield the events of the reply; a failure becomes an error event.
 
         The first event has the tokens that are expected in the cache, the last ones those that were there.

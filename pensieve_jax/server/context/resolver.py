@@ -39,6 +39,7 @@ from pensieve_jax.core.turn_node import (
     turn_id_under,
 )
 from pensieve_jax.decoding.turn_spec import TurnSpec
+from pensieve_jax.history.reader import TurnView
 from pensieve_jax.server.context.hashes import chains_of, root_chain
 from pensieve_jax.server.context.turn_index import PastTurn, TurnIndex
 from pensieve_jax.text import ReplyReader, Tokenizer
@@ -226,6 +227,23 @@ class Resolver:
     def index(self) -> TurnIndex:
         """The index of turns."""
         return self._index
+
+    def stored(self, owner: str, turn: TurnView, *, epoch: int) -> ResolvedContext:
+        """Return the context of a turn that is in the history already."""
+        num_own = len(turn.prompt_token_ids) + len(turn.output_token_ids)
+        return ResolvedContext(
+            node=TurnNode(turn_id=turn.turn_id, parent_id=turn.parent_id, owner=owner, chain=turn.chain),
+            messages=turn.messages or (),
+            prompt_token_ids=list(turn.prompt_token_ids),
+            keep=turn.num_tokens - num_own,
+            parent=None,
+            by_id=False,
+            missed_tokens=0,
+            epoch=epoch,
+            index=self._index,
+            replies=self._replies,
+            template_input=turn.template_input,
+        )
 
     def resolve(
         self,

@@ -22,7 +22,13 @@ from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from pensieve_jax.core.errors import ClockAheadError, HistoryBusyError, HistoryError, PensieveError
+from pensieve_jax.core.errors import (
+    ClockAheadError,
+    HistoryBusyError,
+    HistoryError,
+    PensieveError,
+    StepFailedError,
+)
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Deltas, Turn, cancelled_output
@@ -116,6 +122,7 @@ class EngineServer:
         self._calls: deque[_WaitingCall] = deque()  # by arrival
         self._next_try_s = 0.0
         self._failure_log = FailureLog()
+        self._logged_failure: StepFailedError | None = None
         self._beat_s = -_BEAT_S
         self._num_deltas = self._num_delta_tokens = 0
         self._may_copy = False  # whether an idle engine may have copies, which start and finish in steps
@@ -335,12 +342,15 @@ class EngineServer:
         self._report.endings.append(Ending(number, output, error))
 
     def _sent(self, error: PensieveError) -> SentError:
-        """Return an error to send; those of the history are also logged, because clients get no details.
+        """Return an error to send; those that clients get no details of are also logged.
 
         The front end itself logs that a clock is ahead.
         """
         if isinstance(error, HistoryError) and not isinstance(error, ClockAheadError):
             self._failure_log.note(error)
+        elif isinstance(error, StepFailedError) and error is not self._logged_failure:
+            self._logged_failure = error  # all turns of a step have the same one
+            _log.error("%s", error)
         return sent_error(error)
 
     def _beat(self) -> None:

@@ -34,14 +34,30 @@ class Values(NamedTuple):
 
 def check_num_values(body: bytes) -> None:
     """Raise ApiError 400 for a body of more values than the limits."""
-    # Short bodies have fewer: a value takes two characters. So have most long ones, whatever is in texts.
-    if len(body) <= 2 * MAX_VALUES or not _are_too_many(_upper_bound(body)):
-        return
-    for found in counted(body):
-        if found.num_values > MAX_VALUES:
-            raise _too_many("objects, lists and texts", MAX_VALUES)
-        if found.num_commas > MAX_NUMBERS:
-            raise _too_many("values", MAX_NUMBERS)
+    if len(body) > 2 * MAX_VALUES:  # shorter ones have fewer: a value takes two characters
+        _checked_values(body)
+
+
+def num_charged_values(body: bytes) -> int:
+    """Return how many values a body is charged before it is decoded; ten numbers count as one.
+
+    What stands in texts counts as well. If the body would exceed the limits with it, the exact number counts.
+    Raises ApiError 400 as `check_num_values`.
+    """
+    found = _checked_values(body)
+    return found.num_values + found.num_commas // 10
+
+
+def _checked_values(body: bytes) -> Values:
+    """Return the numbers of a body or more; raise ApiError 400 if it has too many."""
+    found = _upper_bound(body)  # takes a fifth of the time of `counted`
+    if _are_too_many(found):
+        for found in counted(body):
+            if found.num_values > MAX_VALUES:
+                raise _too_many("objects, lists and texts", MAX_VALUES)
+            if found.num_commas > MAX_NUMBERS:
+                raise _too_many("values", MAX_NUMBERS)
+    return found
 
 
 def counted(body: bytes) -> Iterator[Values]:

@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
     ConversationBusyError,
     ConversationChangedError,
     EngineClosedError,
+    EngineDiedError,
     GrammarFailedError,
     GrammarQueueFullError,
     GrammarTooComplexError,
@@ -252,6 +253,12 @@ def _as_sentence(error: BaseException) -> str:
             return "The history is damaged and stores nothing until an operator has restored it."
         case HistoryError():  # its message names the server's file
             return "The history could not be read or written; the server's log has the reason."
+        case EngineDiedError():  # its message may name processes and hosts
+            return (
+                "The engine ended while it had this request. Check whether it was done before you repeat it."
+            )
+        case StepFailedError():  # its message quotes the device's runtime
+            return "A step failed on the device, and this turn is lost. Committed turns are not."
         case ChatTemplateError():
             other_messages = "" if error.refuses_all else "change the messages, or "
             return f"{error.problem}; {other_messages}send text to /v1/completions."

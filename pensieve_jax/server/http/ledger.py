@@ -12,7 +12,7 @@ whatever became of the request. Without API keys all clients are one owner, whic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Final, Literal, Self, get_args
@@ -72,12 +72,13 @@ class Ticket:
       owner: the owner of the request's key; "" without keys.
     """
 
-    __slots__ = ("_held", "_ledger", "owner")
+    __slots__ = ("_held", "_ledger", "_on_close", "owner")
 
     def __init__(self, ledger: Ledger, owner: str) -> None:
         self.owner = owner
         self._ledger = ledger
         self._held: dict[Resource, int] = {}
+        self._on_close: list[Callable[[], None]] = []
 
     def charge(self, resource: Resource, amount: int) -> None:
         """Hold more of a resource until the ticket closes.
@@ -88,18 +89,18 @@ class Ticket:
         self._ledger._add(self.owner, resource, amount)
         self._held[resource] = self._held.get(resource, 0) + amount
 
-    def release(self, resource: Resource, amount: int) -> None:
-        """Release a part of what the ticket holds before it closes."""
-        held = self._held[resource] - amount
-        assert held >= 0, f"{amount} of {resource} were never charged"
-        self._held[resource] = held
-        self._ledger._subtract(self.owner, resource, amount)
+    def on_close(self, release: Callable[[], None]) -> None:
+        """Call `release` when the ticket closes, for something that is not counted."""
+        self._on_close.append(release)
 
     def close(self) -> None:
         """Release everything; further calls do nothing."""
         held, self._held = self._held, {}
         for resource, amount in held.items():
             self._ledger._subtract(self.owner, resource, amount)
+        releases, self._on_close = self._on_close, []
+        for release in releases:
+            release()
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive
 
 from pensieve_jax.server.http.bodies import decode_body
+from pensieve_jax.server.http.body_values import num_charged_values
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.ledger import Ticket
 from pensieve_jax.server.workers import SOME_WORK, WorkEstimate
@@ -84,8 +85,8 @@ class HttpRequest:
         """Decode the body to `kind` and note its unknown fields; see `bodies`."""
         offers, texts = self.services.settings.tools, self.services.texts
         if texts is not None and len(self.body) >= texts.min_characters:
-            value, ignored, num_values = await self.run_cpu(texts.decode_body, self.body, kind, offers)
-            self.ticket.charge("json_values", num_values)
+            self.ticket.charge("json_values", await self.run_cpu(num_charged_values, self.body))
+            value, ignored = await self.run_cpu(texts.decode_body, self.body, kind, offers)
         else:
             value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
         self.notes.ignored_fields = ignored

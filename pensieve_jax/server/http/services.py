@@ -6,9 +6,10 @@ Does not know: how the services are made. Called by `server.app`, which makes th
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pensieve_jax.server.async_engine import EngineService
 from pensieve_jax.server.context.resolver import Resolver
@@ -25,6 +26,13 @@ from pensieve_jax.text.token_texts import TokenTexts
 
 if TYPE_CHECKING:  # needs an optional dependency
     from pensieve_jax.server.tracing import Tracing
+
+
+class RunningKey(NamedTuple):
+    """A request with an idempotency key that runs: the digest of its body, and an event of its end."""
+
+    body_sha256: str
+    ended: asyncio.Event
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +57,7 @@ class Services:
       started_at: when the server started.
       texts: processes for long texts and bodies; None reads them here.
       tables: functions that count the rows of in-memory tables, by name. The owner of a table adds its own.
+      running_keys: completions with an idempotency key that run, by owner and key.
       is_history_damaged: whether damage of the history was found since the start.
       storage: checks before a turn whether its key may store more.
     """
@@ -70,6 +79,7 @@ class Services:
     tracing: Tracing | None = None
     texts: TextProcesses | None = None
     tables: dict[str, Callable[[], int]] = field(default_factory=dict)
+    running_keys: dict[tuple[str, str], RunningKey] = field(default_factory=dict)
     is_history_damaged: Callable[[], bool] = lambda: False
     storage: StorageCheck = field(init=False)
 

@@ -63,12 +63,12 @@ class TextProcesses:
         """Return where the tokens of a text begin, in characters; raise as `encode`."""
         return list(self._ask("The text", "offsets", text))
 
-    def decode_body[T](self, body: bytes, kind: type[T], offers: Offers) -> tuple[T, tuple[str, ...], int]:
-        """Decode a body as `server.http.bodies.decode_body` does, and return its number of values, too.
+    def decode_body[T](self, body: bytes, kind: type[T], offers: Offers) -> tuple[T, tuple[str, ...]]:
+        """Decode a body as `server.http.bodies.decode_body` does.
 
         Raises the errors of `decode_body`, and ApiError as `encode`.
         """
-        decoded: tuple[T, tuple[str, ...], int] = self._ask("The body", "decode_body", body, kind, offers)
+        decoded: tuple[T, tuple[str, ...]] = self._ask("The body", "decode_body", body, kind, offers)
         return decoded
 
     def start(self) -> None:

@@ -31,9 +31,10 @@ from pensieve_jax.server.openai.prompt_logprobs import (
     scored_by_the_first,
 )
 from pensieve_jax.server.openai.schemas import ChatBody, rendering
-from pensieve_jax.server.turns.checks import check_metadata, check_model, check_no_key
-from pensieve_jax.server.turns.message_turns import MessageTurns
-from pensieve_jax.server.turns.run import RunningTurns
+from pensieve_jax.server.turns.checks import check_metadata, check_model
+from pensieve_jax.server.turns.idempotency import KeyedRequest, keyed_request
+from pensieve_jax.server.turns.message_turns import MessageTurns, stores_turns
+from pensieve_jax.server.turns.run import ReplyTurns
 from pensieve_jax.server.turns.sampling import choice_params
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
 from pensieve_jax.server.turns.template import ignores_effort
@@ -54,20 +55,27 @@ async def create_chat_completion(call: HttpRequest) -> HttpResponse:
     """Answer a list of messages with one or more replies."""
     body = await call.decode(ChatBody)
     check_model(call.services, body.model)
-    check_no_key(call, stores=bool(body.store))
+    keyed = await keyed_request(
+        call,
+        stores=stores_turns(call.services, body.store),
+        num_replies=body.num_choices,
+        has_scores="prompt_logprobs" if body.prompt_logprobs is not None else None,
+    )
     call.charge_stream(body.stream)
     form = await asked_form(call, body)
-    completion = await call.run_cpu(ChatCompletion, call, body, form)
+    completion = await call.run_cpu(ChatCompletion, call, body, form, keyed)
     return await reply_in(completion, call, body, await completion.start())
 
 
-ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion)]
+ROUTES = [Route("POST", "/v1/chat/completions", create_chat_completion, takes_key=True)]
 
 
 class ChatCompletion:
     """One chat completion request, from its messages to its response. It is a `WireFormat`."""
 
-    def __init__(self, call: HttpRequest, body: ChatBody, asked: AskedForm) -> None:
+    def __init__(
+        self, call: HttpRequest, body: ChatBody, asked: AskedForm, keyed: KeyedRequest | None = None
+    ) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
         self._choice = body.choice()
         self.fields: Final = {
@@ -94,15 +102,15 @@ class ChatCompletion:
             metadata=body.metadata,
             template_input=template_input,
             is_new=body.prompt_logprobs is not None,
+            keyed=keyed,
         )
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self._num_logprobs = body.num_logprobs()
         self._num_prompt_logprobs = body.prompt_logprobs
         check_not_streamed("prompt_logprobs", body.prompt_logprobs, body.stream)
-        self._created = int(self._services.now_s())
         self._streams: dict[int, ReplyDeltas | None] = {}
 
-    async def start(self) -> RunningTurns:
+    async def start(self) -> ReplyTurns:
         """Wait for a ticket and submit the turns; raise ApiError."""
         try:
             return await self._turns.start(self._params, max_tokens=self._max_tokens)
@@ -213,7 +221,7 @@ class ChatCompletion:
         return {
             "id": f"chatcmpl-{self._turns.contexts[0].node.turn_id}",
             "object": kind,
-            "created": self._created,
+            "created": int(self._turns.created_at_s),
             "model": self._services.model_name,
         }
 

@@ -27,7 +27,7 @@ from pensieve_jax.server.http.replies import (
     long_json_reply,
 )
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.turns.run import RunningTurns, merged, takes_long
+from pensieve_jax.server.turns.run import ReplyTurns, merged, takes_long
 from pensieve_jax.server.turns.sampling import SamplingFields
 from pensieve_jax.server.workers import run_cpu
 
@@ -66,7 +66,7 @@ class WireFormat(Protocol):
 
 
 async def reply_in(
-    wire_format: WireFormat, call: HttpRequest, body: SamplingFields, running: RunningTurns
+    wire_format: WireFormat, call: HttpRequest, body: SamplingFields, running: ReplyTurns
 ) -> HttpResponse:
     """Return the response to a request whose turns run, and close them after it; raise their failure."""
     if body.stream:
@@ -92,7 +92,7 @@ def _long_reply(wire_format: WireFormat, outputs: Sequence[Output], usage: dict[
 
 
 async def _chunks(
-    wire_format: WireFormat, running: RunningTurns, *, includes_usage: bool
+    wire_format: WireFormat, running: ReplyTurns, *, includes_usage: bool
 ) -> AsyncGenerator[bytes]:
     """Yield the chunks; a failure becomes an error event in the stream."""
     head = encode_json(wire_format.head())[:-1]

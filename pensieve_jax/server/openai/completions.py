@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta
 
 from pensieve_jax.core.errors import (
-    ContextLengthError,
     InvalidRequestError,
     TokenizerMissingError,
     UnknownTurnError,
@@ -44,14 +43,15 @@ from pensieve_jax.server.openai.prompt_logprobs import (
 from pensieve_jax.server.turns.checks import (
     check_metadata,
     check_model,
-    check_no_key,
     check_num_tokens,
     context_token_limit,
     previous_response,
     unknown_previous,
 )
+from pensieve_jax.server.turns.idempotency import KeyedRequest, keyed_request
 from pensieve_jax.server.turns.items import stored_item
-from pensieve_jax.server.turns.run import RunningTurns, run_turns
+from pensieve_jax.server.turns.repeated import RepeatedTurn, RepeatedTurns
+from pensieve_jax.server.turns.run import ReplyTurns, run_turns
 from pensieve_jax.server.turns.sampling import (
     TEMPLATE_FIELDS,
     SamplingFields,
@@ -60,7 +60,7 @@ from pensieve_jax.server.turns.sampling import (
 )
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
 from pensieve_jax.server.turns.structured import AskedForm, asked_form
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import SOME_WORK, WorkEstimate
 from pensieve_jax.text.token_texts import Echo, TokenOffsets, echo_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this route only
@@ -104,6 +104,19 @@ class CompletionBody(SamplingFields, kw_only=True):
         return self.logprobs if self.echo else None
 
     @property
+    def num_replies(self) -> int:
+        """Number of replies, whose prompts need not be valid yet."""
+        several = isinstance(self.prompt, list) and not any(isinstance(one, int) for one in self.prompt)
+        return (len(self.prompt) if several else 1) * self.num_choices
+
+    @property
+    def scores_field(self) -> str | None:
+        """The field that asks for scores of the prompt; None without one."""
+        if self.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        return None if self.num_echoed_logprobs is None else "echo"
+
+    @property
     def num_scored(self) -> int | None:
         """Value of the engine's `prompt_logprobs` that serves both forms."""
         asked = [one for one in (self.num_echoed_logprobs, self.prompt_logprobs) if one is not None]
@@ -114,16 +127,18 @@ async def create_completion(call: HttpRequest) -> HttpResponse:
     """Answer each prompt with one or more replies."""
     body = await call.decode(CompletionBody)
     check_model(call.services, body.model)
-    check_no_key(call, stores=bool(body.store))
+    keyed = await keyed_request(
+        call, stores=bool(body.store), num_replies=body.num_replies, has_scores=body.scores_field
+    )
     call.charge_stream(body.stream)
     estimate = WorkEstimate.of(len(call.body), asks_history=body.previous_response_id is not None)
     form = await asked_form(call, body)
-    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body, form)
+    completion = await call.services.run_cpu(call.owner, estimate, Completion, call, body, form, keyed)
     await call.run_cpu(completion.encode)
     return await reply_in(completion, call, body, await completion.start())
 
 
-ROUTES = [Route("POST", "/v1/completions", create_completion)]
+ROUTES = [Route("POST", "/v1/completions", create_completion, takes_key=True)]
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
@@ -202,7 +217,9 @@ def _turn_ids(
 class Completion:
     """One completion request, from its prompts to its response. It is a `WireFormat`."""
 
-    def __init__(self, call: HttpRequest, body: CompletionBody, asked: AskedForm) -> None:
+    def __init__(
+        self, call: HttpRequest, body: CompletionBody, asked: AskedForm, keyed: KeyedRequest | None = None
+    ) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its replies."""
         self.fields: Final[Mapping[str, str]] = {"durable": "store", **asked.fields}
         self._form = asked.form
@@ -219,9 +236,14 @@ class Completion:
         if len(self._prompts) * body.num_choices > _MAX_PROMPTS:
             limit = f"n times the number of prompts must be at most {_MAX_PROMPTS}."
             raise invalid_value("n", limit)
-        self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
+        self._keyed = keyed
+        self._earlier = earlier = keyed.earlier if keyed is not None else None
+        if earlier is None:
+            self._parent_id = _parent(call.services, call.owner, body, len(self._prompts))
+        else:  # the response that it continues may have been deleted since
+            self._parent_id = earlier.turn.parent_id
         self._turn_ids: list[list[str]] = []
-        self._created = int(self._services.now_s())
+        self._created_at_s = call.services.now_s() if earlier is None else earlier.record.created_at_s
         self._token_ids: list[list[int]] = []
         self._params: list[SamplingParams] = []
         self._echoes: list[Echo] = []
@@ -243,10 +265,8 @@ class Completion:
                     found.append(
                         tokenizer.encode(prompt, add_bos=self._parent_id is None, token_limit=token_limit)
                     )
-                except ContextLengthError as error:
-                    raise as_api_error(error, {"prompt": self._field(index)}) from error
                 except InvalidRequestError as error:
-                    raise invalid_value(self._field(index), str(error)) from error
+                    raise as_api_error(error, {"prompt": self._field(index)}) from error
             if not found[-1]:
                 raise invalid_value(self._field(index), f"{self._field(index)} must have at least one token.")
             check_num_tokens(self._services, len(found[-1]), self._field(index))
@@ -273,9 +293,18 @@ class Completion:
                 for prompt, token_ids in zip(self._prompts, found, strict=True)
             ]
 
-    async def start(self) -> RunningTurns:
-        """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError for stored ones."""
-        body, services = self._body, self._services
+    async def start(self) -> ReplyTurns:
+        """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError for stored ones.
+
+        The turn of an earlier request with the same key is returned instead, if there was one.
+        """
+        body, services, earlier = self._body, self._services, self._earlier
+        if earlier is not None:
+            self._turn_ids = [[earlier.turn.turn_id]]
+            turn = await services.run_cpu(
+                self._owner, SOME_WORK, RepeatedTurn, earlier, self._params[0], services
+            )
+            return RepeatedTurns(turn)
         if body.store:
             await services.storage.check(self._owner)
 
@@ -308,12 +337,14 @@ class Completion:
 
     async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Count how the contexts were found, and return the usage."""
+        told = completion_usage([output.usage for output in outputs], self._body.num_choices)
+        if self._earlier is not None:  # it was counted when the turn ran
+            return told
         for output in outputs:
             usage = output.usage
             found = usage.reused_gpu_tokens + usage.swapped_in_tokens
             kind = "chunk" if found else "none"
             self._services.metrics.matched("id" if self._parent_id is not None else kind)
-        told = completion_usage([output.usage for output in outputs], self._body.num_choices)
         self._notes.counts |= told
         return told
 
@@ -337,7 +368,7 @@ class Completion:
         return {
             "id": f"{_ID_PREFIX}{self._turn_ids[0][0]}",
             "object": "text_completion",
-            "created": self._created,
+            "created": int(self._created_at_s),
             "model": self._services.model_name,
         }
 
@@ -379,7 +410,8 @@ class Completion:
             services, prompt = self._services, self._prompts[index]
             items = [stored_item("user", [prompt])] if isinstance(prompt, str) else []
             echo = completion_echo(services.model_name, params, self._body.metadata)
-            draft = stored_draft(self._owner, turn_id, echo, items, services.now_s())
+            key = None if self._keyed is None else self._keyed.idempotency
+            draft = stored_draft(self._owner, turn_id, echo, items, self._created_at_s, idempotency=key)
         return TurnNode(
             turn_id=turn_id,
             parent_id=self._parent_id,

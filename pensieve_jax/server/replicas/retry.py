@@ -81,7 +81,7 @@ class RetryingSubmission:
                 await self._end_stored_turns(died)
             why = died or EngineDiedError(_ENDED_EARLY)
             if self._max_runs == 1 and not self._has_engine_died:
-                why = EngineClosedError(str(why))
+                why = EngineClosedError(_ENDED_EARLY)  # the other text may quote a replica's error
         except asyncio.CancelledError:
             why = EngineClosedError(_CANCELLED)
             raise

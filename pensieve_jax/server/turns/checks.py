@@ -14,14 +14,7 @@ from pensieve_jax.core.errors import ChatTemplateError, UnknownRecordError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.context.resolver import ResolvedContext
-from pensieve_jax.server.http.errors import (
-    ApiError,
-    as_api_error,
-    context_too_long,
-    invalid_value,
-    unsupported,
-)
-from pensieve_jax.server.http.request import HttpRequest
+from pensieve_jax.server.http.errors import ApiError, as_api_error, context_too_long, invalid_value
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.workers import WorkEstimate, run_cpu
 from pensieve_jax.text.messages import Message
@@ -35,20 +28,6 @@ def check_model(services: Services, model: str | None) -> None:
     if model is not None and model != services.model_name:
         sentence = f"The model {model!r} does not exist; this server serves {services.model_name!r}."
         raise ApiError(404, "model_not_found", sentence, param="model")
-
-
-def check_no_key(call: HttpRequest, *, stores: bool) -> None:
-    """Raise ApiError 400 for an Idempotency-Key whose turn is stored; otherwise list it as ignored.
-
-    Only /v1/responses and conversations return an earlier result for a key.
-    """
-    if "idempotency-key" not in call.headers:
-        return
-    if stores:
-        raise unsupported(
-            "Idempotency-Key", "a stored reply of this route is not returned again; use /v1/responses"
-        )
-    call.notes.ignored_fields += ("Idempotency-Key",)
 
 
 def unknown_previous(response_id: str) -> ApiError:

@@ -19,17 +19,20 @@ from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.async_engine import AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
 from pensieve_jax.server.http.request import HttpRequest
+from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.turns.checks import (
     check_num_tokens,
     commit_context,
     context_token_limit,
     template_error,
 )
+from pensieve_jax.server.turns.idempotency import KeyedRequest, StoredReply
 from pensieve_jax.server.turns.items import items_of
-from pensieve_jax.server.turns.run import RunningTurns, run_turns, start_turns
+from pensieve_jax.server.turns.repeated import RepeatedTurn, RepeatedTurns
+from pensieve_jax.server.turns.run import ReplyTurns, run_turns, start_turns
 from pensieve_jax.server.turns.sampling import completion_usage
 from pensieve_jax.server.turns.stored import completion_echo, stored_draft
-from pensieve_jax.server.workers import WorkEstimate
+from pensieve_jax.server.workers import SOME_WORK, WorkEstimate
 from pensieve_jax.text import Message
 from pensieve_jax.text.messages import num_characters
 from pensieve_jax.text.replies import ReplyParts, added_parts
@@ -44,6 +47,7 @@ class MessageTurns:
     """The turns of one request: one for each reply, as siblings after the same messages.
 
     Attributes:
+      created_at_s: when the request came, or the earlier one with its key, in seconds since the Unix epoch.
       contexts: one for each reply, once `start` has found what the messages continue from.
       template_input: what the template gets beside the messages.
     """
@@ -59,6 +63,7 @@ class MessageTurns:
         metadata: Mapping[str, str] | None = None,
         paths: Sequence[str] | None = None,
         is_new: bool = False,
+        keyed: KeyedRequest | None = None,
     ) -> None:
         """Prepare the turns of a request.
 
@@ -71,6 +76,7 @@ class MessageTurns:
           metadata: what is stored with them.
           is_new: whether the whole context is computed as the prompt of a new tree, whatever it could
             continue from.
+          keyed: the key of the request, if it has one.
           paths: the paths of the messages in the request, for errors; None: `messages[0]` and so on.
         """
         self.contexts: list[ResolvedContext] = []
@@ -87,16 +93,26 @@ class MessageTurns:
         self._metadata = metadata
         self._paths = paths
         self._is_new = is_new
-        is_durable = call.services.settings.chat_history == "durable"
-        self._is_durable = is_durable if store is None else store
+        self._is_durable = stores_turns(call.services, store)
+        self._keyed = keyed
+        earlier = keyed.earlier if keyed is not None else None
+        self._earlier = earlier
+        self.created_at_s = call.services.now_s() if earlier is None else earlier.record.created_at_s
 
-    async def start(self, params_of: ParamsOf, *, max_tokens: int | None) -> RunningTurns:
+    async def start(self, params_of: ParamsOf, *, max_tokens: int | None) -> ReplyTurns:
         """Wait for a ticket and submit the turns; raise ApiError, and StorageQuotaError if they are stored.
+
+        The turn of an earlier request with the same key is returned instead, if there was one.
 
         Args:
           params_of: see `ParamsOf`.
           max_tokens: limit of each reply if the client gave one.
         """
+
+        if self._earlier is not None:
+            return await self._services.run_cpu(
+                self._owner, SOME_WORK, self._repeated, self._earlier, params_of
+            )
 
         async def start() -> Sequence[AsyncTurn]:
             _, turns = await start_turns(
@@ -119,6 +135,8 @@ class MessageTurns:
 
     async def record_usage(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """Add the finished turns to the index, and return their usage as `completion_usage` does."""
+        if self._earlier is not None:  # it was recorded when the turn ran
+            return completion_usage([output.usage for output in outputs], len(outputs))
         for context, output in zip(self.contexts, outputs, strict=True):
             if output.prompt_logprobs is not None and not context.node.durable:
                 continue  # the engine has forgotten it
@@ -143,6 +161,14 @@ class MessageTurns:
     async def _run_cpu[T](self, work: Callable[[Memory], T], memory: Memory) -> T:
         estimate = self._estimate._replace(asks_history=has_reply(self._messages))
         return await self._services.run_cpu(self._owner, estimate, work, memory)
+
+    def _repeated(self, earlier: StoredReply, params_of: ParamsOf) -> RepeatedTurns:
+        """Return the turn of an earlier request."""
+        services = self._services
+        context = services.resolver.stored(self._owner, earlier.turn, epoch=services.engine.epoch)
+        self.contexts = [context]
+        (params,) = params_of(services.engine.info.limits.max_context_tokens - context.num_context_tokens)
+        return RepeatedTurns(RepeatedTurn(earlier, params, services))
 
     def _find(self, memory: Memory) -> ResolvedContext:
         if memory is not Memory.ALL:
@@ -187,4 +213,10 @@ class MessageTurns:
         services = self._services
         echo = completion_echo(services.model_name, params, self._metadata)
         items = items_of(context.messages)
-        return stored_draft(self._owner, node.turn_id, echo, items, services.now_s())
+        key = None if self._keyed is None else self._keyed.idempotency
+        return stored_draft(self._owner, node.turn_id, echo, items, self.created_at_s, idempotency=key)
+
+
+def stores_turns(services: Services, store: bool | None) -> bool:
+    """Return whether a request's turns are stored in the history; `store` is its field."""
+    return services.settings.chat_history == "durable" if store is None else store

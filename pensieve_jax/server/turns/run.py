@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from pensieve_jax.core.errors import UnknownTurnError
 from pensieve_jax.core.outputs import Output
@@ -131,6 +131,40 @@ def takes_long(outputs: Sequence[Output]) -> bool:
     num_entries = sum(1 + len(one.top) for output in outputs for one in output.logprobs or ())
     is_scored = any(output.prompt_logprobs is not None for output in outputs)
     return is_scored or WorkEstimate(num_characters + _ENTRY_CHARACTERS * num_entries).is_long
+
+
+class ReplyTurn(Protocol):
+    """A turn that runs, or is read from the history."""
+
+    @property
+    def output(self) -> Output | None:
+        """The result, once the turn has succeeded; None before."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[AsyncDelta]:
+        """Iterate over the deltas; raise what the turn failed with."""
+        ...
+
+    async def __anext__(self) -> AsyncDelta:
+        """Return the next delta."""
+        ...
+
+
+class ReplyTurns(Protocol):
+    """The turns of one request. The caller must call `close` on every path."""
+
+    @property
+    def turns(self) -> Sequence[ReplyTurn]:
+        """The turns, in the order of their replies."""
+        ...
+
+    async def results(self) -> list[Output]:
+        """Wait for all turns; raise the first failure."""
+        ...
+
+    async def close(self) -> None:
+        """Cancel the turns that have not ended."""
+        ...
 
 
 class TimedTurn:
@@ -274,7 +308,7 @@ class RunningTurns:
                 tracing.ended(turn.turn_id, turn.times, turn.output)
 
 
-async def merged(turns: Sequence[TimedTurn]) -> AsyncGenerator[tuple[int, AsyncDelta | None]]:
+async def merged(turns: Sequence[ReplyTurn]) -> AsyncGenerator[tuple[int, AsyncDelta | None]]:
     """Yield the deltas of several turns as they arrive, with the turn's index; None means that it has ended.
 
     At most one delta of each turn is requested ahead, so a turn merges its deltas while the client is slow.

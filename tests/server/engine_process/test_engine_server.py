@@ -24,6 +24,7 @@ from pensieve_jax import (
     UnknownConversationError,
     UnknownTurnError,
 )
+from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history import open_store
@@ -139,6 +140,22 @@ def test_a_turn_raises_the_engines_refusal() -> None:
             await first.cancel()
 
     run(work())
+
+
+def test_the_reason_of_a_failed_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients get no details of it."""
+
+    async def work() -> None:
+        engines = FakeEngines()
+        reason = StepFailedError("the device failed")
+        engines.prepare = lambda harness: harness.runner.faults.update(launch=lambda: reason)
+        async with fake_engine(engines) as engine:
+            for turn in engine.submit_all([spec([5]), spec([6])]):
+                with pytest.raises(StepFailedError, match="the device failed"):
+                    await turn.result()
+
+    run(work())
+    assert caplog.text.count("the device failed") == 1
 
 
 def test_calls_return_plain_values_and_raise_the_engines_errors() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pensieve_jax.server.http import bodies, body_values
 from pensieve_jax.server.http.bodies import Body, decode_body
-from pensieve_jax.server.http.body_values import MAX_NUMBERS, MAX_VALUES
+from pensieve_jax.server.http.body_values import MAX_NUMBERS, MAX_VALUES, num_charged_values
 from pensieve_jax.server.http.errors import ApiError
 from tests.seeds import new_seed
 
@@ -66,6 +66,23 @@ def num_values_of(value: Any) -> tuple[int, int]:
     return own + sum(one for one, _ in found), max(len(inner) - 1, 0) + sum(one for _, one in found)
 
 
+def test_a_body_is_charged_at_least_its_values():
+    body = json.dumps({"prompt": "a", "zz": [[]] * 1000, "ids": [1] * 100_000}).encode()
+    assert num_charged_values(body) == 1 + 3 + 1 + 1 + 1000 + 1 + (999 + 99_999 + 2) // 10
+    assert num_charged_values(b'{"prompt": "[[[[,,,,,,,,,,"}') == 1 + 2 + 4 + 1
+
+
+def test_a_long_text_of_marks_is_charged_for_what_it_is():
+    """Code in a text must not seem to be values: the budget of a key would never admit it."""
+    body = json.dumps({"prompt": json.dumps([{"a": 1}] * MAX_VALUES)}).encode()
+    assert num_charged_values(body) == 3
+
+
+def test_a_body_of_too_many_values_is_not_charged():
+    with pytest.raises(ApiError, match="must have at most 250,000"):
+        num_charged_values(filled(b"[],"))
+
+
 def test_random_bodies_have_the_values_that_are_counted(monkeypatch):
     draw = random.Random(new_seed())
 
@@ -85,6 +102,7 @@ def test_random_bodies_have_the_values_that_are_counted(monkeypatch):
         body = msgspec.json.encode(given)
         (*_, found) = body_values.counted(body)
         assert found == num_values_of(given)
+        assert num_charged_values(body) >= found.num_values + found.num_commas // 10
 
 
 def test_a_body_of_too_many_values_is_counted_in_short_pieces_and_not_to_its_end(monkeypatch):

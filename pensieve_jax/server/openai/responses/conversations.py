@@ -42,19 +42,14 @@ from pensieve_jax.server.http.replies import BytesResponse, HttpResponse, encode
 from pensieve_jax.server.http.request import HttpRequest
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import COMPACT, too_long
-from pensieve_jax.server.openai.responses.retries import (
-    TtlCache,
-    check_same_body,
-    idempotency_key,
-    is_retry,
-    key_record,
-)
+from pensieve_jax.server.openai.responses.retries import TtlCache, is_retry
 from pensieve_jax.server.openai.responses.schemas import (
     MAX_ITEMS_OF_A_POST,
     ItemReference,
     parse_input,
 )
 from pensieve_jax.server.turns.checks import check_metadata
+from pensieve_jax.server.turns.idempotency import check_same_body, idempotency_key, key_record
 from pensieve_jax.server.turns.items import Item, named_id, with_named_ids, with_new_ids
 from pensieve_jax.server.workers import SOME_WORK
 
@@ -97,12 +92,12 @@ class Conversations:
     def routes(self) -> list[Route]:
         path = "/v1/conversations/{conversation_id}"
         return [
-            Route("POST", "/v1/conversations", self.create, has_body=False),
+            Route("POST", "/v1/conversations", self.create, takes_key=True, has_body=False),
             Route("GET", path, self.retrieve),
             Route("POST", path, self.update),
             Route("DELETE", path, self.delete),
             Route("GET", f"{path}/items", self.items),
-            Route("POST", f"{path}/items", self.append),
+            Route("POST", f"{path}/items", self.append, takes_key=True),
             Route("GET", f"{path}/items/{{item_id}}", self.item),
             Route("DELETE", f"{path}/items/{{item_id}}", self.delete_item),
         ]

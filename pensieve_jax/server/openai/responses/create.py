@@ -29,10 +29,11 @@ from pensieve_jax.server.openai.responses.foreground import ForegroundResponse
 from pensieve_jax.server.openai.responses.pieces import ReplyPieces
 from pensieve_jax.server.openai.responses.plan import ENGINE_FIELDS, ResponsePlan
 from pensieve_jax.server.openai.responses.response import stored_response
-from pensieve_jax.server.openai.responses.retries import IdempotencyStore, idempotency_key, is_retry
+from pensieve_jax.server.openai.responses.retries import IdempotencyStore, is_retry
 from pensieve_jax.server.openai.responses.run import ResponseRun
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, check_create
 from pensieve_jax.server.turns.checks import check_model
+from pensieve_jax.server.turns.idempotency import idempotency_key
 from pensieve_jax.server.turns.structured import AskedForm, asked_text_format
 
 type Earlier = ResponseRun | ResponseRecord

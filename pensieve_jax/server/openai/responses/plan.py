@@ -21,9 +21,9 @@ from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fiel
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
 from pensieve_jax.server.openai.responses.response import ResponseHead
-from pensieve_jax.server.openai.responses.retries import key_record
 from pensieve_jax.server.openai.responses.schemas import CreateResponse, echo_of
 from pensieve_jax.server.turns.checks import check_num_tokens, context_token_limit
+from pensieve_jax.server.turns.idempotency import key_record
 from pensieve_jax.server.turns.sampling import sampling_params
 from pensieve_jax.server.turns.stored import stored_draft
 from pensieve_jax.server.turns.structured import AskedForm

@@ -20,14 +20,12 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from pensieve_jax.core.errors import UnknownRecordError
-from pensieve_jax.history.server_tables.changes import Idempotency, ResponseRecord
-from pensieve_jax.server.http.errors import ApiError
+from pensieve_jax.history.server_tables.changes import ResponseRecord
 from pensieve_jax.server.openai.responses.run import ResponseRun
+from pensieve_jax.server.turns.idempotency import check_same_body
 
-KEY_LIFETIME_S: Final = 24 * 3600.0
 UNDELIVERED_LIFETIME_S: Final = 600.0
 BEFORE_START_S: Final = 120.0
-MAX_KEY_CHARACTERS: Final = 255
 _MAX_UNDELIVERED: Final = 10_000
 
 
@@ -150,33 +148,10 @@ class IdempotencyStore:
         return None if last.completed_at_s >= self._started_at_s else last
 
 
-def idempotency_key(headers: Mapping[str, str]) -> str | None:
-    """Return the idempotency key of a request; raise ApiError 400 for an empty or too long key."""
-    key = headers.get("idempotency-key")
-    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        sentence = f"Idempotency-Key has {len(key)} characters, but must have 1 to {MAX_KEY_CHARACTERS}."
-        raise ApiError(400, "invalid_value", sentence, param="Idempotency-Key")
-    return key
-
-
 def is_retry(headers: Mapping[str, str]) -> bool:
     """Return whether the openai client marks this request as a retry."""
     count = headers.get("x-stainless-retry-count", "0")
     return count.isascii() and count.isdecimal() and count.strip("0") != ""
-
-
-def key_record(key: str | None, body_sha256: str, now_s: float) -> Idempotency | None:
-    """Return the record of an idempotency key to commit, or None without a key."""
-    if key is None:
-        return None
-    return Idempotency(key=key, body_sha256=body_sha256, expires_at_s=now_s + KEY_LIFETIME_S)
-
-
-def check_same_body(body_sha256: str, earlier: str) -> None:
-    """Raise ApiError 422 if the body differs from that of the earlier request with this key."""
-    if body_sha256 != earlier:
-        sentence = "This Idempotency-Key was sent with another body; use a new key for a new request."
-        raise ApiError(422, "idempotency_key_reused", sentence, param="Idempotency-Key")
 
 
 class TtlCache[K: Hashable, V]:

@@ -55,7 +55,7 @@ class Responses:
     def routes(self) -> list[Route]:
         one = "/v1/responses/{response_id}"
         return [
-            Route("POST", "/v1/responses", self._creation.create),
+            Route("POST", "/v1/responses", self._creation.create, takes_key=True),
             Route("POST", "/v1/responses/input_tokens", self.count_tokens),
             Route("POST", "/v1/responses/compact", compact, has_body=False),
             Route("GET", one, self.retrieve),

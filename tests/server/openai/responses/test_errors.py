@@ -300,7 +300,8 @@ def test_a_failed_turn_is_an_error_event_in_a_stream(server):
         finally:
             server.on_loop(lambda: setattr(server.engine, "script", say("hello")))
     assert [event.type for event in rest] == ["error", "response.failed"]
-    assert rest[0].message == "A step failed." and rest[1].response.error.message == "A step failed."
+    assert rest[0].message == rest[1].response.error.message
+    assert rest[0].message.startswith("A step failed on the device")
     assert [event.sequence_number for event in (*first, *rest)] == list(range(6))
 
 

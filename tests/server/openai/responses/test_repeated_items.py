@@ -11,7 +11,7 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import AppendItems, CreateConversation
 from pensieve_jax.server.openai.responses.conversations import LIFETIME_S, MAX_UNANSWERED, Appends
-from pensieve_jax.server.openai.responses.retries import KEY_LIFETIME_S
+from pensieve_jax.server.turns.idempotency import KEY_LIFETIME_S
 from tests.server.openai.responses.test_left_behind import DIED, NO_ANSWER, losing
 
 RETRY = {"x-stainless-retry-count": "1"}

@@ -1,0 +1,197 @@
+"""A request with an idempotency key runs once on routes that store its turn; others refuse the key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pensieve_jax.server.http.settings import ServerSettings
+from tests.server.fakes import MODEL, sampled
+from tests.server.stored_server import StoredServer
+
+REPLY = sampled([*b"hi there! And more.", 257])
+KEY = {"Idempotency-Key": "k"}
+HELLO = [{"role": "user", "content": "Hello"}]
+CHAT = {"messages": HELLO, "store": True, "logprobs": True, "top_logprobs": 2, "stop": ["!"]}
+TEXT = {"prompt": "Hello", "store": True, "logprobs": 2, "echo": False, "return_token_ids": True}
+MESSAGE = {"messages": HELLO, "max_tokens": 40, "stop_sequences": ["!"]}
+STORED = {
+    "chat": ("/v1/chat/completions", CHAT),
+    "text": ("/v1/completions", TEXT),
+    "message": ("/v1/messages", MESSAGE),
+}
+every_route = pytest.mark.parametrize("path, fields", STORED.values(), ids=STORED)
+
+
+@pytest.fixture
+def server(tmp_path):
+    running = StoredServer(
+        tmp_path / "history.sqlite",
+        REPLY,
+        settings=ServerSettings(chat_history="durable"),
+    )
+    yield running
+    running.close()
+
+
+async def post(server: StoredServer, path, fields, headers=KEY):
+    status, _, raw = await server.harness.open("POST", path, {"model": MODEL, **fields}, headers).whole()
+    return status, raw
+
+
+def ask(server: StoredServer, path, fields, headers=KEY):
+    status, raw = asyncio.run(post(server, path, fields, headers))
+    return status, json.loads(raw)
+
+
+def data_of(raw: bytes) -> list:
+    lines = [line.removeprefix("data: ") for line in raw.decode().splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def told(events: list) -> tuple:
+    """Return what the events of a stream say, however it was divided."""
+    ids = {one["id"] for one in events if "id" in one}
+    ids |= {one["message"]["id"] for one in events if "message" in one}
+    choices = [choice for one in events for choice in one.get("choices", ())]
+    deltas = [one["delta"] for one in (*choices, *events) if "delta" in one]
+    text = "".join(one.get("content") or one.get("text") or "" for one in (*deltas, *choices))
+    ids_of_tokens = [token for one in choices for token in one.get("token_ids", ())]
+    reasons = [one["finish_reason"] for one in choices if one["finish_reason"]]
+    stops = [one for one in deltas if "stop_reason" in one]
+    usage = [one["usage"] for one in events if one.get("usage")]
+    return ids, text, ids_of_tokens, reasons, stops, usage
+
+
+@every_route
+def test_the_same_key_gives_the_same_answer(server, path, fields):
+    status, first = ask(server, path, fields)
+    server.clock.advance(100.0)
+    assert status == 200
+    assert ask(server, path, fields) == (200, first) and len(server.engine.turns) == 1
+    status, error = ask(server, path, {**fields, "temperature": 0.5})
+    assert status == 422 and "another body" in error["error"]["message"]
+    assert ask(server, path, fields, {"Idempotency-Key": "other"})[0] == 200
+    assert ask(server, path, fields, {})[0] == 200
+    assert len(server.engine.turns) == 3
+
+
+@every_route
+def test_the_same_key_gives_the_same_stream(server, path, fields):
+    streamed = {**fields, "stream": True}
+    if path != "/v1/messages":
+        streamed["stream_options"] = {"include_usage": True}
+    _, first = asyncio.run(post(server, path, streamed))
+    _, again = asyncio.run(post(server, path, streamed))
+    first_told = told(data_of(first))
+    assert told(data_of(again)) == first_told and len(server.engine.turns) == 1
+    assert first_told[1].startswith("hi there") and first_told[5]
+
+
+@every_route
+def test_a_key_waits_for_the_request_that_runs(server, path, fields):
+    server.engine.script = None
+
+    async def scenario():
+        first = server.harness.open("POST", path, {"model": MODEL, **fields}, KEY)
+        await server.engine.submitted.wait()
+        again = server.harness.open("POST", path, {"model": MODEL, **fields}, KEY)
+        other, _ = await post(server, path, {**fields, "temperature": 0.5})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(server.engine.turns) == 1
+        REPLY(server.engine.turns[0])
+        return other, await first.whole(), await again.whole()
+
+    other, first, again = asyncio.run(scenario())
+    assert other == 422 and len(server.engine.turns) == 1
+    assert first[0] == again[0] == 200 and first[2] == again[2]
+
+
+@every_route
+def test_a_request_whose_client_left_may_be_sent_again(server, path, fields):
+    server.engine.script = None
+
+    async def scenario():
+        first = server.harness.open("POST", path, {"model": MODEL, **fields}, KEY)
+        await server.engine.submitted.wait()
+        first.leave()
+        await first.task
+        server.engine.script = REPLY
+        return await post(server, path, fields)
+
+    status, _ = asyncio.run(scenario())
+    assert status == 200 and len(server.engine.turns) == 2 and server.engine.num_committed == 1
+
+
+def test_the_key_of_a_deleted_completion_is_free(server):
+    path, fields = STORED["chat"]
+    _, first = ask(server, path, fields)
+    response_id = first["id"].replace("chatcmpl-", "resp_")
+
+    async def delete():
+        status, *_ = await server.harness.open("DELETE", f"/v1/responses/{response_id}").whole()
+        assert status == 200
+
+    asyncio.run(delete())
+    assert ask(server, path, fields)[1]["id"] != first["id"]
+
+
+def test_a_key_belongs_to_one_route(server):
+    body = {"messages": HELLO, "max_tokens": 40}
+    assert ask(server, "/v1/messages", body)[0] == 200
+    assert ask(server, "/v1/chat/completions", body)[0] == 422
+
+    async def respond():
+        async with server.responses.background.lifespan():
+            return await post(server, "/v1/responses", {"input": "Hello"})
+
+    assert asyncio.run(respond())[0] == 422
+
+
+REFUSED = {
+    "chat": ("/v1/chat/completions", {"messages": HELLO, "store": False}, "needs store"),
+    "text": ("/v1/completions", {"prompt": "Hello"}, "needs store"),
+    "replies": ("/v1/chat/completions", {**CHAT, "n": 2}, "2 replies"),
+    "prompts": ("/v1/completions", {**TEXT, "prompt": ["a", "b", "c"]}, "3 replies"),
+    "scores": ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}, "prompt_logprobs"),
+    "echo": ("/v1/completions", {**TEXT, "echo": True}, "echo"),
+    "long": ("/v1/chat/completions", CHAT, "300 characters"),
+}
+
+
+@pytest.mark.parametrize("path, fields, said", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_returned_again_is_refused(server, path, fields, said):
+    headers = {"Idempotency-Key": "k" * 300} if "300" in said else KEY
+    status, body = ask(server, path, fields, headers)
+    assert status == 400 and body["error"]["param"] == "Idempotency-Key"
+    assert said in body["error"]["message"] and not server.engine.turns
+
+
+def test_messages_that_are_not_stored_take_no_key(tmp_path):
+    server = StoredServer(tmp_path / "history.sqlite")
+    status, body = ask(server, "/v1/messages", MESSAGE)
+    assert status == 400 and "Idempotency-Key" in body["error"]["message"] and not server.engine.turns
+    server.close()
+
+
+def test_every_route_takes_a_key_or_refuses_it(server):
+    """A route that creates nothing has nothing to return again."""
+    taking = set()
+    for route in server.routes:
+        if route.method != "POST":
+            continue
+        path = route.path.replace("{conversation_id}", "conv_1").replace("{response_id}", "resp_1")
+        status, body = ask(server, path, {"model": "another"})
+        if status != 400 or "this route creates nothing" not in body["error"]["message"]:
+            taking.add(route.path)
+    assert taking == {
+        "/v1/responses",
+        "/v1/conversations",
+        "/v1/conversations/{conversation_id}/items",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+    }
