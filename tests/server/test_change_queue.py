@@ -129,17 +129,15 @@ def test_large_changes_are_made_one_at_a_time_with_pauses(monkeypatch: pytest.Mo
         assert large[0].done() and small.done() and len(engine.sent) == 2
         ((pause_s, leave),) = pauses_s
         assert pause_s == pytest.approx(1.5)
+        for number in (2, 3):
+            leave()
+            await settled()
+            assert len(engine.sent) == number + 1
+            await engine.make()
+            _, leave = pauses_s[-1]
         leave()
-        await settled()
-        assert engine.sent[2].owner == "b"
-        monkeypatch.undo()
-        await engine.make()
-        while not all(task.done() for task in large):
-            await settled()
-            if engine.waiting:
-                await engine.make()
-        while queue.num_sent:
-            await settled()
+        assert all(task.done() for task in large)
+        assert (queue.num_sent, queue.num_waiting) == (0, 0)
 
     run(work())
 
