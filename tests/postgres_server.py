@@ -73,11 +73,11 @@ class PostgresServer:
     def start(self) -> None:
         """Start it; return once it accepts connections."""
         log = str(self._directory / "log")
-        self._run("pg_ctl", "start", "-w", "-D", str(self._data), "-l", log, "-s")
+        self._run("pg_ctl", "start", "-w", "-t", "300", "-D", str(self._data), "-l", log, "-s")
 
     def stop(self, mode: str = "immediate") -> None:
         """Stop it and cut off sessions; with "immediate" it writes nothing more, as in a power failure."""
-        self._run("pg_ctl", "stop", "-w", "-D", str(self._data), "-m", mode, "-s")
+        self._run("pg_ctl", "stop", "-w", "-t", "300", "-D", str(self._data), "-m", mode, "-s")
 
     def run_sql(self, statement: str) -> list[Any]:
         """Run a statement as superuser; return its rows."""
@@ -110,7 +110,9 @@ def postgres() -> Iterator[PostgresServer]:
     try:
         server = PostgresServer(directory)
         try:
-            yield server
+            with pytest.MonkeyPatch.context() as patch:  # a busy machine takes its time
+                patch.setattr("pensieve_jax.history.postgres_connection.CONNECT_TIMEOUT_S", 120)
+                yield server
         finally:
             with contextlib.suppress(AssertionError):  # a failed test may have left it stopped
                 server.stop()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import multiprocessing
 import os
 import time
@@ -50,6 +51,7 @@ FLAGS = flags.FLAGS
 _MODULE = "tests.search_schedules"
 _ENOUGH_TO_EXPECT = 100  # schedules, or counts; fewer vary too much to say what is rare or frequent
 _SHARE_EXPECTED = 0.5  # of the events that the fixed seeds of the tests reach
+_DEVIATIONS = 4  # by how many standard deviations too many are too many
 _NUM_DEVICES = 2
 
 Schedule = Callable[[int], Counter[str]]
@@ -206,9 +208,14 @@ class Found(NamedTuple):
         frequent = [
             f"{part} are {counts[part]} of {counts[whole]} {whole}, more than {most:.1%}"
             for (part, whole), most in mode.most.items()
-            if counts[whole] >= _ENOUGH_TO_EXPECT and counts[part] > most * counts[whole]
+            if counts[whole] >= _ENOUGH_TO_EXPECT and counts[part] > _most_by_chance(most * counts[whole])
         ]
         return rare + frequent
+
+
+def _most_by_chance(expected: float) -> float:
+    """Return the largest count that chance explains; how many schedules ran depends on the machine."""
+    return expected + _DEVIATIONS * math.sqrt(expected)
 
 
 def _prepare_process() -> None:

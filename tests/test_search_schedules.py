@@ -85,12 +85,13 @@ def test_a_search_without_time_runs_one_schedule(ends):
 def test_rare_events_are_reported_as_a_doubt_once_enough_ran():
     mode = Mode(lambda: Counter, {"drops": 100.0}, {("uncertain", "turns"): 0.1})
     few = "drops happened 4 times, less than 5"
-    many = "uncertain are 11 of 100 turns, more than 10.0%"
-    counts = Counter(drops=4, turns=100, uncertain=11)
+    many = "uncertain are 23 of 100 turns, more than 10.0%"
+    counts = Counter(drops=4, turns=100, uncertain=23)
     assert Found(99, counts, {}).doubts(mode) == [many]
     assert Found(100, counts, {}).doubts(mode) == [few, many]
     assert Found(100, Counter(drops=4, turns=99, uncertain=90), {}).doubts(mode) == [few]
-    assert Found(100, Counter(drops=5, turns=100, uncertain=10), {}).doubts(mode) == []
+    assert Found(100, Counter(drops=5, turns=100, uncertain=22), {}).doubts(mode) == []
+    assert Found(100, Counter(drops=5, turns=10_000, uncertain=1130), {}).doubts(mode) != []
 
 
 def test_a_shard_is_k_of_n():

@@ -18,6 +18,7 @@ from pensieve_jax.cache import ChunkCopy
 from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.engine.transfers import Ended
 from pensieve_lab.workload import Answer, UserTurn
+from tests.deadlines import TIMEOUT_S
 from tests.launching import load
 
 serving_client = load("pensieve_lab.serving.client")
@@ -176,7 +177,7 @@ def test_users_never_wait_for_the_server():
     client = serving_client.ThreadedClient(users(*due), prompts, clock)
     clock.start()
     with client:
-        assert prompts.asked.wait(timeout=30), "users waited"
+        assert prompts.asked.wait(timeout=TIMEOUT_S), "users waited"
         sent = client.take()
         while len(sent) < 4:  # the last one is on its way
             client.wait(math.inf)

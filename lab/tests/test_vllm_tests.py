@@ -15,6 +15,7 @@ from pensieve_lab.programs.run_vllm_tests import SCRIPT
 from pensieve_lab.scripted.script import load_script
 from pensieve_lab.vllm_tests.copying import Selection, copy_tests, load_selection
 from pensieve_lab.vllm_tests.outcomes import result_of
+from tests.deadlines import TIMEOUT_S
 
 TEST = """
 import pytest
@@ -110,6 +111,11 @@ def test_names_of_empty_packages_do_what_a_test_needs_at_import(tmp_path):
         "print(json.dumps([plugin._used[-1], bool(current_platform.is_rocm())]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_S,
     )
     assert json.loads(done.stdout) == ["vllm.exceptions.VLLMValidationError", False]

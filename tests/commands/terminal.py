@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_PATIENCE_S = 60  # for a busy machine; nothing waits that long without a failure
+from tests.deadlines import TIMEOUT_S
+
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"  # a terminal puts these around pasted text
 
@@ -78,7 +79,7 @@ class Terminal:
 
     def wait(self) -> int:
         """Wait until the program ends; return its status."""
-        self.status = self._process.wait(_PATIENCE_S)
+        self.status = self._process.wait(TIMEOUT_S)
         while select.select([self._master], [], [], 0)[0]:
             self._read()
         return self.status
@@ -89,7 +90,7 @@ class Terminal:
         if self._rest:
             self.shown, self._rest = self.shown + self._rest, ""
             return
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + TIMEOUT_S
         while not select.select([self._master], [], [], 1)[0]:
             assert self._process.poll() is None, f"it ended; shown: {self.shown[-300:]!r}"
             assert time.monotonic() < deadline_s, f"nothing more; shown: {self.shown[-300:]!r}"

@@ -16,6 +16,7 @@ from pensieve_jax.core import change_guard
 from pensieve_jax.core.change_guard import ChangeGuard
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.core.turn_node import root_of
+from tests.deadlines import TIMEOUT_S
 from tests.interruption import Interruption
 
 _TOOL = 4
@@ -127,7 +128,7 @@ class Race:
     def let_the_other_go_on(self) -> None:
         self._goes_on.set()
         if self._other.ident is not None:
-            self._other.join(10)
+            self._other.join(TIMEOUT_S)
             assert not self._other.is_alive()
 
     def __enter__(self) -> Race:
@@ -154,12 +155,12 @@ class Race:
             self.num_lines += 1
             if self.num_lines == self._at:
                 self._other.start()
-                assert self._stopped.wait(10)
+                assert self._stopped.wait(TIMEOUT_S)
         elif threading.get_ident() == self._other.ident:
             self.num_other_lines += 1
             if self.num_other_lines == self._other_at:
                 self._stopped.set()
-                assert self._goes_on.wait(10)
+                assert self._goes_on.wait(TIMEOUT_S)
 
 
 def race_of(begins: str, at: int, other_at: int) -> tuple[dict[str, bool], Race]:

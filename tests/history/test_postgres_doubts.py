@@ -13,7 +13,7 @@ import pytest
 from pensieve_jax.core.errors import HistoryError, HistoryUnavailableError, InvalidRequestError
 from pensieve_jax.history import copying, named_conversations, open_store
 from pensieve_jax.history.postgres_location import parse
-from tests.deadlines import wait_until
+from tests.deadlines import TIMEOUT_S, wait_until
 from tests.history.racing_commits import FINGERPRINT, behind
 from tests.history.server_tables.test_responses import append_to, begin_conversation, commit, draft, turn
 from tests.postgres_server import PASSWORD
@@ -239,9 +239,9 @@ def test_closing_does_not_wait_for_an_answer(servers):
         wait_until(one._asking.locked)
         closing = threading.Thread(target=one.close, daemon=True)
         closing.start()
-        closing.join(10)
+        closing.join(TIMEOUT_S)
         assert not closing.is_alive() and not one.holds("a")
     finally:
         os.kill(pid, signal.SIGCONT)
-    asking.join(10)
+    asking.join(TIMEOUT_S)
     wait_until(lambda: other.take("a"))  # the asking client has ended the session

@@ -11,6 +11,7 @@ from pensieve_jax.core.turn_node import new_turn_id, root_of
 from pensieve_jax.history import SQLiteHistoryStore, TurnRecord, open_store, trees
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import DeleteResponse, ResponseDraft
+from tests.deadlines import TIMEOUT_S
 
 USAGE = Usage(3, 0, 1, 2, 3, 2)
 
@@ -99,12 +100,12 @@ def test_readers_do_not_wait_for_each_other(location):
 
     def long_work(connection):
         inside.set()
-        return goes_on.wait(5)
+        return goes_on.wait(TIMEOUT_S)
 
     with open_store(location, fingerprint="f"), HistoryReader(location, fingerprint="f") as reader:
         with ThreadPoolExecutor() as threads:
             working = threads.submit(reader._run, long_work)
-            assert inside.wait(5)
+            assert inside.wait(TIMEOUT_S)
             assert not reader.has_turn("ann", new_turn_id(None))
             goes_on.set()
             assert working.result(), "the other one was waited for"

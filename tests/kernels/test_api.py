@@ -29,6 +29,7 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.backends import AUTO_BACKENDS, TABLE
 from pallas_kernels.ragged_paged_attention.shapes import Heads
+from tests.deadlines import TIMEOUT_S
 from tests.kernels.batches import assert_equals_reference, make_batch
 
 SPEC: dict[str, Any] = dict(
@@ -231,4 +232,4 @@ def test_every_kernel_has_a_device_limit(name: str) -> None:
 def test_names_need_no_jax() -> None:
     """The configuration checks names and must not import JAX."""
     code = "import sys, pallas_kernels.attention_names; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)

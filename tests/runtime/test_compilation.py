@@ -13,6 +13,7 @@ import pytest
 
 from pensieve_jax.runtime.compilation import CompilationCounter, CompilationJob, compile_all
 from pensieve_jax.runtime.program import Program
+from tests.deadlines import TIMEOUT_S
 
 
 @jax.jit
@@ -37,7 +38,7 @@ class BlockedProgram:
 def test_programs_are_compiled_in_parallel(monkeypatch):
     """Pairs of programs that wait for each other all finish."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    barrier, compiled = threading.Barrier(2, timeout=60), []
+    barrier, compiled = threading.Barrier(2, timeout=TIMEOUT_S), []
     programs = (BlockedProgram(number, barrier.wait) for number in range(4))
     names = list(compile_all(CompilationJob(str(one.number), one, compiled.append) for one in programs))
     assert sorted(names) == ["0", "1", "2", "3"] and sorted(compiled) == [0, 1, 2, 3]
@@ -63,10 +64,10 @@ def test_programs_that_have_not_begun_are_dropped_on_cancellation(monkeypatch):
 
     def hold():
         begun.set()
-        assert dropped.wait(timeout=60)
+        assert dropped.wait(timeout=TIMEOUT_S)
 
     def jobs():
-        meets = (lambda: all_there.wait(timeout=60)), hold, (lambda: None), (lambda: None)
+        meets = (lambda: all_there.wait(timeout=TIMEOUT_S)), hold, (lambda: None), (lambda: None)
         for number, meet in enumerate(meets):
             yield CompilationJob(str(number), BlockedProgram(number, meet), compiled.append)
         all_there.set()
@@ -80,7 +81,7 @@ def test_programs_that_have_not_begun_are_dropped_on_cancellation(monkeypatch):
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", noted_submit)
     names = compile_all(jobs())
-    assert next(names) == "0" and begun.wait(timeout=60)
+    assert next(names) == "0" and begun.wait(timeout=TIMEOUT_S)
     names.close()
     assert dropped.is_set() and compiled == [0]
 

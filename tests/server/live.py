@@ -20,6 +20,7 @@ from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.conversations import Conversations
 from pensieve_jax.server.openai.responses.routes import Responses
 from pensieve_jax.text.loading import byte_tokenizer
+from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import FakeTurn, Harness
 from tests.server.stored_engine import FINGERPRINT, StoredEngine, resolving
 
@@ -34,7 +35,7 @@ class LiveServer:
         url: base URL of its API.
     """
 
-    patience_s = 20.0
+    patience_s = TIMEOUT_S
     engine: StoredEngine
     harness: Harness
     responses: Responses
@@ -61,7 +62,7 @@ class LiveServer:
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
 
     def on_loop[T](self, work: Callable[[], T]) -> T:
@@ -74,7 +75,7 @@ class LiveServer:
 
     def wait_for[T](self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
 
     def client(self, **options: Any) -> openai.OpenAI:
         options = {"max_retries": 0, "api_key": "none", "_strict_response_validation": True} | options

@@ -12,6 +12,7 @@ from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.cache_view import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
+from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import FakeEngine, Harness, ask
 
 PATH = "/v1/pensieve/chunks?stream=true"
@@ -63,7 +64,7 @@ def test_an_engine_without_a_map_gives_an_error_status_before_any_byte() -> None
 
 def test_the_servers_timeouts_apply_to_maps() -> None:
     async def work() -> None:
-        harness = harness_of(heartbeat_s=0.01)
+        harness = harness_of(heartbeat_s=0.5)  # the map comes before, however busy the machine
         watching = harness.open("GET", PATH)
         assert (await watching.next())["status"] == 200
         assert (await watching.next())["body"].startswith(b"data: ")
@@ -76,7 +77,7 @@ def test_the_servers_timeouts_apply_to_maps() -> None:
         await stalled.task
 
     async def limited() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(TIMEOUT_S):
             await work()
 
     asyncio.run(limited())

@@ -40,7 +40,9 @@ class Engine:
     async def make(self, error: Exception | None = None) -> None:
         """Make the oldest change."""
         place = self.waiting.pop(0)
-        if error is None:
+        if place.done():  # cancelled a moment ago
+            pass
+        elif error is None:
             place.set_result(None)
         else:
             place.set_exception(error)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from pensieve_jax.server.main import EXIT_AT_ONCE
+from tests.deadlines import TIMEOUT_S
 from tests.server.faults import command
-from tests.server.faults.served import TIMEOUT_S
+from tests.server.unfinished import unfinished_request
 
 SECRET = "words of a prompt"
 FAIL = f"def fail(*_): raise RuntimeError({SECRET!r})\n"
@@ -30,9 +30,7 @@ def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None and process.stderr is not None
             address = urlsplit(process.stdout.readline().split()[-1])
-            with socket.create_connection((address.hostname, address.port), TIMEOUT_S) as client:
-                # The drain waits for a body that does not arrive.
-                client.sendall(b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
+            with unfinished_request(address.hostname, address.port):
                 process.terminate()
                 lines = iter(process.stderr.readline, "")
                 assert any('"draining: ' in line for line in lines), "it ended without a drain"

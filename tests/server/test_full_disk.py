@@ -19,7 +19,8 @@ import pytest
 
 from pensieve_jax.history import open_store
 from pensieve_jax.server.main import EXIT_DAMAGED
-from tests.server.faults.served import TIMEOUT_S, FaultyServer
+from tests.deadlines import TIMEOUT_S
+from tests.server.faults.served import FaultyServer
 from tests.server.faults.worker import PRAGMA
 
 LONG = "a text that takes more than a page " * 300

@@ -114,7 +114,17 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def slow(engines: FakeEngines) -> threading.Event:
+    """Let each step take a while until the event is set, so that a long turn still runs later."""
+    is_over = threading.Event()
+    engines.prepare = lambda harness: setattr(harness, "on_step", lambda output: is_over.wait(0.02))
+    return is_over
+
+
 def test_running_turns_get_time_to_end() -> None:
+    engines = FakeEngines()
+    goes_on = slow(engines)
+
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         short = ask(3).read().split()
         assert len(short) == 4 and short[-1] == b"length"
@@ -124,19 +134,23 @@ def test_running_turns_get_time_to_end() -> None:
         while (late := ask(1)).status != 503:
             late.read()
         assert b"draining" in late.read()
+        goes_on.set()
         assert running.read().split()[-1] == b"length"
 
-    assert run(Client(work), drain_s=TIMEOUT_S) == 0
+    assert run(Client(work), drain_s=TIMEOUT_S, engines=engines) == 0
 
 
 def test_turns_that_take_longer_are_cancelled() -> None:
+    engines = FakeEngines()
+    slow(engines)
+
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         running = ask(LONG)
         running.readline()
         terminate()
         assert running.read().split()[-1] == b"cancelled"
 
-    assert run(Client(work), drain_s=0.0) == 0
+    assert run(Client(work), drain_s=0.0, engines=engines) == 0
 
 
 def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,6 +173,7 @@ def test_a_second_signal_ends_everything_at_once(caplog: pytest.LogCaptureFixtur
 
 def test_an_engine_that_dies_too_often_ends_the_server() -> None:
     engines = FakeEngines()
+    slow(engines)
 
     def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
         for _ in range(1 + RestartPolicy().max_restarts):
@@ -178,7 +193,7 @@ def test_a_hanging_engine_is_restarted(
 ) -> None:
     """The server itself must do this: clients wait for the engine's turns, and so do cancellations."""
     monkeypatch.setattr(watchdog, "ALONE_SILENCE_S", 5.0)  # the engine sends a heartbeat every second
-    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "POLL_S", 1.0)  # of two looks, one follows a heartbeat
     engines, gate = FakeEngines(), threading.Event()
 
     def prepare(harness: Harness) -> None:
@@ -356,7 +371,7 @@ def test_the_server_waits_for_an_address_that_is_about_to_become_free(monkeypatc
         first = bind("127.0.0.1", 0)
         first.listen()
         host, port = first.getsockname()
-        waiting = asyncio.ensure_future(bind_in_time(host, port, 20.0))
+        waiting = asyncio.ensure_future(bind_in_time(host, port, TIMEOUT_S))
         await asyncio.sleep(0)
         assert not waiting.done()
         first.close()

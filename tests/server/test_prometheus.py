@@ -18,10 +18,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pensieve_lab.serving.served import ServedProcess
+from tests.deadlines import TIMEOUT_S
 from tests.launching import TINY_MODEL, load
 
 PROMETHEUS = shutil.which("prometheus") or "/usr/bin/prometheus"
-PATIENCE_S = 120
 POLL_S = 0.05
 # A rate needs two samples: Grafana's window would span many scrapes.
 SCRAPE_S, WINDOW_S = 1, 60
@@ -47,6 +47,11 @@ class Prometheus:
             "scrape_configs": [{"job_name": "pensieve", "static_configs": [{"targets": [target]}]}],
         }
         (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is valid YAML
+        self._directory = directory
+        self._start()
+
+    def _start(self) -> None:
+        directory = self._directory
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         command = [
@@ -64,7 +69,7 @@ class Prometheus:
         query = urllib.parse.urlencode({"query": expression})
         address = f"http://{self.address}/api/v1/query?{query}"
         try:
-            with urllib.request.urlopen(address, timeout=PATIENCE_S) as answer:
+            with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer:
                 found = json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{expression}: {error.read().decode()}") from error
@@ -72,9 +77,14 @@ class Prometheus:
         return found["data"]["result"]
 
     def is_ready(self) -> bool:
-        """Tell whether it answers: until its storage is open, it listens but answers queries with 503."""
+        """Tell whether it answers: until its storage is open, it listens but answers queries with 503.
+
+        Another program may have taken its port meanwhile; then it is started at another one.
+        """
+        if self.process.poll() is not None:
+            self._start()
         try:
-            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=PATIENCE_S):
+            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=TIMEOUT_S):
                 return True
         except OSError:  # HTTP errors are subclasses
             return False
@@ -85,12 +95,12 @@ class Prometheus:
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
-        self.process.wait(PATIENCE_S)
+        self.process.wait(TIMEOUT_S)
 
 
 def wait_for(is_so: Callable[[], bool], work: Callable[[], object] = lambda: None) -> None:
     """Repeat `work` until the condition holds."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < deadline_s, "the condition never held"
         work()
@@ -113,7 +123,7 @@ def ask(server: ServedProcess, path: str, body: dict[str, Any]) -> dict[str, Any
     request = urllib.request.Request(
         server.address + path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
         raw = answer.read()
     return {} if body.get("stream") else json.loads(raw)
 
@@ -179,7 +189,7 @@ def has_values(prometheus: Prometheus, expression: str) -> bool:
 def test_stored_values_equal_what_was_done(server: ServedProcess, prometheus: Prometheus) -> None:
     for _ in range(3):
         ask(server, "/v1/chat/completions", BODY)
-    with urllib.request.urlopen(f"{server.address}/metrics", timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(f"{server.address}/metrics", timeout=TIMEOUT_S) as answer:
         samples = [
             sample
             for family in text_string_to_metric_families(answer.read().decode())

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from pensieve_jax.server.http.keys import ApiKeys
+from tests.deadlines import TIMEOUT_S
 from tests.server.live import LiveServer
 
-PATIENCE_S = 20.0
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -52,7 +52,7 @@ def revoke(server: LiveServer, keys: Path, **owners: str) -> None:
 
 def ask(server: LiveServer, key: str, path: str) -> httpx2.Response:
     root = server.url.removesuffix("/v1")
-    return httpx2.get(f"{root}{path}", headers={"authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
+    return httpx2.get(f"{root}{path}", headers={"authorization": f"Bearer {key}"}, timeout=TIMEOUT_S)
 
 
 def until(server: LiveServer, condition) -> None:
@@ -75,7 +75,7 @@ def test_numbers_about_all_owners_need_an_operators_key(server: LiveServer) -> N
         reply.start()
         until(server, lambda: bool(server.engine.turns))
         server.on_loop(finish)
-        reply.join(PATIENCE_S)
+        reply.join(TIMEOUT_S)
     of_ann, of_bob = (ask(server, key, "/v1/pensieve/stats").json() for key in ("ann", "bob"))
     assert (of_ann["num_turns_finished"], of_bob["num_turns_finished"]) == (0, 1)
     assert of_ann["output_tokens"] == of_ann["prompt_tokens"] == 0 < of_bob["output_tokens"]
@@ -94,7 +94,7 @@ def test_numbers_about_all_owners_need_an_operators_key(server: LiveServer) -> N
 def test_streams_of_a_revoked_key_end_and_others_go_on(server: LiveServer, keys: Path, path: str) -> None:
     async def work() -> None:
         root = server.url.removesuffix("/v1")
-        async with httpx2.AsyncClient(base_url=root, timeout=PATIENCE_S) as client:
+        async with httpx2.AsyncClient(base_url=root, timeout=TIMEOUT_S) as client:
             lines = {}
             async with asyncio.TaskGroup() as group:
 
@@ -122,7 +122,7 @@ def test_streams_of_a_revoked_key_end_and_others_go_on(server: LiveServer, keys:
                 await asyncio.to_thread(revoke, server, keys, bob="bob")
                 await ended["ann_too"].wait()
 
-    asyncio.run(asyncio.wait_for(work(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(work(), TIMEOUT_S))
     until(server, lambda: all(turn.cancelled for turn in server.engine.turns))
     assert server.on_loop(lambda: server.harness.services.ledger.held("maps")) == 0
 
@@ -144,7 +144,7 @@ def test_a_request_that_waits_is_answered_and_its_turn_cancelled(
         asking.start()
         until(server, lambda: bool(server.engine.turns))
         revoke(server, keys, bob="bob")
-        asking.join(PATIENCE_S)
+        asking.join(TIMEOUT_S)
     assert len(failures) == 1
     until(server, lambda: server.engine.turns[0].cancelled)
 

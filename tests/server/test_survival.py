@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from pensieve_jax import LLM, SamplingParams
+from tests.deadlines import TIMEOUT_S
 from tests.server.conftest import SIZES, engine_config
 from tests.server.processes import engine_of
 
@@ -67,7 +68,7 @@ class KillableServer:
     def _reap(self) -> int:
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return self.process.wait(60)
+        return self.process.wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

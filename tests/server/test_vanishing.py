@@ -15,8 +15,9 @@ import pytest
 
 from pensieve_jax.history.read_connections import MAX_IDLE
 from pensieve_jax.server.workers import NUM_THREADS
+from tests.deadlines import TIMEOUT_S, wait_until
 from tests.seeds import enough, new_seed
-from tests.server.faults.served import TIMEOUT_S, FaultyServer
+from tests.server.faults.served import FaultyServer
 
 MOMENTS = ("in the headers", "in the body", "before the answer", "in the answer", "behind a chunk")
 FRONT_THREADS = "front's threads"
@@ -115,6 +116,18 @@ def same(now: dict[str, Any], before: dict[str, Any]) -> bool:
     return kept and {**now, **dict.fromkeys(most, 0)} == {**before, **dict.fromkeys(most, 0)}
 
 
+def at_rest(server: FaultyServer) -> dict[str, Any]:
+    """Return `held` once nothing is in flight and two looks agree: the last request may not have ended."""
+    looks = [held(server)]
+
+    def is_at_rest() -> bool:
+        looks.append(held(server))
+        return looks[-1] == looks[-2] and not any(looks[-1][name] for name in IN_FLIGHT)
+
+    wait_until(is_at_rest, every_s=0.1)
+    return looks[-1]
+
+
 def settled(server: FaultyServer, before: dict[str, Any]) -> None:
     """Wait until all values are as before."""
     deadline_s = time.monotonic() + TIMEOUT_S
@@ -139,8 +152,7 @@ def test_disconnected_clients_leave_nothing_behind(tmp_path):
     with FaultyServer(tmp_path) as server:
         conversations = [server.ask("POST", "/v1/conversations", {}).json()["id"] for _ in range(3)]
         assert server.ask("POST", "/v1/responses", {"input": "hello"}).status_code == 200
-        time.sleep(0.2)
-        before = held(server)
+        before = at_rest(server)
         asyncio.run(all_of_them())
         settled(server, before)
         print(before)

@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, sync_playwright
 
 BROWSER = "/usr/bin/chromium-headless-shell"  # from Debian's package of that name
-_PATIENCE_MS = 30_000
+_PATIENCE_MS = 120_000
 _COUNT = re.compile(r"(\d+) (device and host|device|host|on its way|dropped)")
 
 

@@ -150,7 +150,7 @@ def test_a_mutant_of_a_module_without_executed_functions_meets_the_closest_tests
 
 
 def test_a_mutant_that_hangs_is_undecided(verdict):
-    found = verdict("        count -= 1", "        count += 1", Limits(test_s=0.5, test_factor=1.0))
+    found = verdict("        count -= 1", "        count += 1", Limits(test_s=5.0, test_factor=1.0))
     assert (found.outcome, found.test) == ("timed out", f"{TEST}::test_count_down")
 
 

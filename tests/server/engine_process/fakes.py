@@ -24,10 +24,10 @@ from pensieve_jax.server.engine_process.spawn import EngineHandle
 from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter
 from pensieve_jax.text import Tokenizer, byte_tokenizer
+from tests.deadlines import TIMEOUT_S
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
 
-TIMEOUT_S = 60.0
 TOKENIZER = byte_tokenizer()
 
 

@@ -111,8 +111,9 @@ def test_a_killed_engine_is_restarted_and_continues_from_the_history(
     async def work() -> None:
         engine = process_engine.engine
         first = await engine.submit([5, 6], PARAMS, conversation_id="killed").result()
-        running = engine.submit([7] * 3, SamplingParams(max_tokens=500, ignore_eos=True), conversation_id="b")
-        queued = engine.submit([7], PARAMS, conversation_id="c")
+        long = SamplingParams(max_tokens=300, ignore_eos=True)  # neither ends before the engine
+        running = engine.submit([7] * 3, long, conversation_id="b")
+        queued = engine.submit([7], long, conversation_id="c")
         await anext(aiter(running))
         engine._handle.kill()
         for turn in (running, queued):

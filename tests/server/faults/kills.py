@@ -25,8 +25,9 @@ import httpx2
 import numpy as np
 
 from pensieve_jax.core.sampling_params import SamplingParams
+from tests.deadlines import TIMEOUT_S
 from tests.engine.oracles import FakeBench, TurnFacts
-from tests.server.faults.served import TIMEOUT_S, FaultyServer
+from tests.server.faults.served import FaultyServer
 from tests.server.faults.worker import FORKS, PlannedKill
 
 _AGAIN = (409, 500, 503)

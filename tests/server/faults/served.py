@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx2
 
+from tests.deadlines import TIMEOUT_S
 from tests.server.faults.worker import PLAN, PlannedKill
 from tests.server.processes import engine_of
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 30.0
 
 
 class FaultyServer:

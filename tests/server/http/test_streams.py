@@ -22,6 +22,7 @@ from pensieve_jax.server.http.replies import (
 from pensieve_jax.server.http.request import ClientGoneError, HttpRequest
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.main import Listening, bind
+from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import Harness
 
 
@@ -90,7 +91,7 @@ def test_a_client_that_leaves_ends_the_stream_before_and_after_the_first_event()
             source.queue.put_nowait(b"{}")
             await client.next()
         client.leave()
-        await asyncio.wait_for(source.closed.wait(), 5)
+        await asyncio.wait_for(source.closed.wait(), TIMEOUT_S)
         await client.task
 
     asyncio.run(scenario(0))
@@ -122,7 +123,7 @@ def test_a_stream_whose_client_reads_nothing_stops_and_is_closed():
         client.takes.clear()
         for _ in range(3):
             source.queue.put_nowait(b"{}")
-        await asyncio.wait_for(source.closed.wait(), 5)
+        await asyncio.wait_for(source.closed.wait(), TIMEOUT_S)
         assert source.num_asked_for == 1
         await client.task
 
@@ -181,7 +182,7 @@ def test_ready_events_wait_until_the_client_has_read_the_earlier_ones():
         _, writer = await asyncio.open_connection(host, port)
         writer.transport.pause_reading()
         writer.write(b"GET / HTTP/1.1\r\nhost: here\r\n\r\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(TIMEOUT_S):
             await gone.wait()
         writer.transport.abort()
         await server.end()
@@ -200,7 +201,7 @@ def test_a_client_that_reads_all_but_the_end_is_disconnected():
         yield event(b"{}")
 
     async def scenario():
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(ClientGoneError):
                 await Events(one()).send(never, send, 0.02)
 

@@ -18,13 +18,14 @@ from pensieve_jax.server.http.text_processes import NUM_PROCESSES, TextProcesses
 from pensieve_jax.server.openai.completions import CompletionBody
 from pensieve_jax.server.openai.schemas import ChatBody
 from pensieve_jax.text import byte_tokenizer
+from tests.deadlines import TIMEOUT_S
 
 TOKENIZER = byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def texts():
-    with closing(TextProcesses(TOKENIZER.as_json())) as texts:
+    with closing(TextProcesses(TOKENIZER.as_json(), time_limit_s=TIMEOUT_S)) as texts:
         yield texts
 
 
@@ -95,12 +96,14 @@ def test_a_request_that_takes_too_long_ends_alone():
             with pytest.raises(ApiError, match="takes more than 0 s to read") as caught:
                 texts.encode("a" * 1_000_000)
         assert (caught.value.status, caught.value.code) == (413, "request_too_large")
-        texts._time_limit_s = 60.0
+        texts._time_limit_s = TIMEOUT_S
         assert texts.encode("ab") == TOKENIZER.encode("ab", add_bos=False)
 
 
 def test_a_request_that_takes_too_much_memory_ends_alone():
-    with closing(TextProcesses(TOKENIZER.as_json(), memory_bytes=64 * 2**20)) as texts:
+    with closing(
+        TextProcesses(TOKENIZER.as_json(), time_limit_s=TIMEOUT_S, memory_bytes=64 * 2**20)
+    ) as texts:
         for _ in range(NUM_PROCESSES + 1):
             with pytest.raises(ApiError, match="takes more than 64 MiB to read"):
                 texts.encode("a" * 4_000_000)
@@ -125,12 +128,12 @@ def test_several_threads_share_the_processes(texts):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(TIMEOUT_S)
     assert found == [expected] * len(threads)
 
 
 def test_closing_ends_the_processes():
-    texts = TextProcesses(TOKENIZER.as_json())
+    texts = TextProcesses(TOKENIZER.as_json(), time_limit_s=TIMEOUT_S)
     texts.encode("a")
     process = texts._idle.get()
     texts._idle.put(process)

@@ -15,6 +15,7 @@ import uvicorn
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
+from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import MODEL, FakeEngine, Harness, say
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -47,12 +48,12 @@ def serving(script=None, **settings) -> Iterator[tuple[str, Harness]]:
     server = _Server(uvicorn.Config(app="", log_level="critical", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    assert server.listens.wait(20)
+    assert server.listens.wait(TIMEOUT_S)
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1", made[0]
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
 
 
@@ -172,4 +173,4 @@ def test_a_client_that_closes_its_stream_ends_its_turn():
     with serving(script) as (url, _), client_of(url) as client:
         with client.chat.completions.create(model=MODEL, messages=HELLO, stream=True) as stream:
             next(iter(stream))
-        assert cancelled.wait(10)
+        assert cancelled.wait(TIMEOUT_S)

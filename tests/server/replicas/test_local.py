@@ -18,6 +18,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.main import EXIT_ENDED
 from pensieve_jax.server.replicas.plan import ReplicaPlan
+from tests.deadlines import TIMEOUT_S
 from tests.launching import ROOT
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -221,7 +222,7 @@ def test_descendant_processes_are_killed_too():
         "assert one.wait() == -9 and one.stdout.read() == ''"
     )
     command = [sys.executable, "-W", "ignore", "-c", kills, starts, ignores + "signal.pause()"]
-    subprocess.run(command, check=True, timeout=60, cwd=ROOT)
+    subprocess.run(command, check=True, timeout=TIMEOUT_S, cwd=ROOT)
 
 
 def test_while_serving_the_log_reports_lost_and_recovered_replicas(stage, caplog, monkeypatch):

@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError
+from tests.deadlines import TIMEOUT_S
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray's imports
@@ -62,13 +63,13 @@ class Handle:
         return self.answers
 
 
-def ask_all(handle, monkeypatch):
+def ask_all(handle, monkeypatch, *, answer_s=TIMEOUT_S):
     from pensieve_jax.server.replicas import ray_replicas
 
-    monkeypatch.setattr(ray_replicas, "ANSWER_S", 0.01)
+    monkeypatch.setattr(ray_replicas, "ANSWER_S", answer_s)
 
     async def asked():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             return await ray_replicas.RayReplicas(handle, None, None).ask_all(b"how are you")
 
     return asyncio.run(asked())
@@ -82,19 +83,19 @@ def test_a_hanging_replica_does_not_block_the_others_answers(monkeypatch, caplog
     for name in ("pensieve_jax", "pensieve_jax.server"):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
     handle = Handle(b"a", None, b"c")
-    assert sorted(ask_all(handle, monkeypatch)) == [b"a", b"c"]
+    assert sorted(ask_all(handle, monkeypatch, answer_s=1.0)) == [b"a", b"c"]
     assert [one.was_left for one in handle.answers] == [False, True, False]
     assert "1 of 3 replicas" in caplog.text
 
 
 def test_if_all_hang_there_is_no_answer(monkeypatch):
     with pytest.raises(EngineDiedError, match="has answered"):
-        ask_all(Handle(None, None), monkeypatch)
+        ask_all(Handle(None, None), monkeypatch, answer_s=0.01)
 
 
 def test_if_serve_cannot_list_the_replicas_the_call_does_not_wait(monkeypatch):
     with pytest.raises(EngineDiedError, match="has answered"):
-        ask_all(Handle(b"a", hangs=True), monkeypatch)
+        ask_all(Handle(b"a", hangs=True), monkeypatch, answer_s=0.01)
 
 
 def test_lost_replicas_give_no_answer(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pensieve_jax.server.replicas.replica import _Batch
+from tests.deadlines import TIMEOUT_S
 
 
 class Turn:
@@ -37,7 +38,7 @@ def test_closed_turns_are_reported_at_once():
         turns: Any = [turn]
         batch.follow([5], [spec], turns)
         reports = batch.reports()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             assert (await anext(reports)).accepted == [5]
             assert batch.queued_tokens == 7
             await batch.close()

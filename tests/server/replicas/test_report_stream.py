@@ -19,13 +19,14 @@ from pensieve_jax.server.replicas.report_stream import (
     ReportLinks,
     ReportListener,
 )
+from tests.deadlines import TIMEOUT_S
 
 HOST = "127.0.0.1"
 
 
 def run(work):
     async def in_time():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(TIMEOUT_S):
             await work
 
     asyncio.run(in_time())

@@ -31,16 +31,15 @@ from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.replicas import routed_engine
 from pensieve_jax.server.replicas.links import REPORT, UnreadableMessageError, decoded_answer, encoded
 from pensieve_jax.server.replicas.placement import RootPlacer
+from tests.deadlines import TIMEOUT_S
 from tests.history.drafts import draft_of
 from tests.server.fakes import FakeTurn, say
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
-DEADLINE_S = 20
-
 
 def run(test):
     async def with_deadline():
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             await test()
 
     asyncio.run(with_deadline())

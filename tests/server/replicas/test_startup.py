@@ -10,6 +10,7 @@ import pytest
 
 from pensieve_jax.server.replicas import startup
 from pensieve_jax.server.replicas.startup import AppStatus, StartReport, problem_in_words, reporting_start
+from tests.deadlines import TIMEOUT_S
 
 
 class Clock:
@@ -108,7 +109,7 @@ def test_a_thread_reports_during_the_block_and_the_end_follows_after_it(monkeypa
         return seen[0]
 
     with reporting_start(found, look):
-        assert has_told.wait(60)
+        assert has_told.wait(TIMEOUT_S)
         seen[0] = AppStatus(2, is_front_ready=True)
     assert lines == ["replica 1 of 2 is ready, after 0 s", "replica 2 of 2 is ready, after 0 s"]
     assert not [thread for thread in threading.enumerate() if thread.name == "replica-status"]
@@ -129,7 +130,7 @@ def test_failed_polls_are_logged_once_and_end_neither_the_reports_nor_the_start(
         return AppStatus(1, is_front_ready=False)
 
     with reporting_start(found, look):
-        assert has_told.wait(60)
+        assert has_told.wait(TIMEOUT_S)
     assert lines == ["replica 1 of 2 is ready, after 0 s"]
     assert [record.getMessage() for record in caplog.records if "no such state" in record.getMessage()] == [
         "the status of the replicas is unknown: RuntimeError('no such state')"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import openai
 import pytest
@@ -28,6 +27,7 @@ from pensieve_jax.history.server_tables.changes import (
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses import background
 from pensieve_jax.server.openai.responses.background import BackgroundResponses
+from tests.deadlines import wait_until
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
 
@@ -36,13 +36,6 @@ def turn_of(server, index: int = -1):
     """Return the engine's turn, once it exists."""
     wait_until(lambda: len(server.engine.turns) > (index if index >= 0 else 0))
     return server.engine.turns[index]
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def feed(server, turn, *pieces: str, end: bool = False) -> None:

@@ -9,9 +9,9 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.history.server_tables.changes import Expire
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses.expiry import Expiry
+from tests.deadlines import wait_until
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
-from tests.server.openai.responses.test_background import wait_until
 
 DAY_S = 24 * 3600.0
 LATER_S = START_S + 31 * DAY_S

@@ -11,9 +11,10 @@ import pytest
 
 from pensieve_jax.server.openai.responses.retries import IdempotencyStore
 from pensieve_jax.server.workers import IO_THREADS
+from tests.deadlines import TIMEOUT_S, wait_until
 from tests.server.fakes import say
 from tests.server.live import LiveServer
-from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
+from tests.server.openai.responses.test_background import ended, feed, turn_of
 from tests.server.openai.responses.test_retries import at_once
 
 
@@ -35,7 +36,7 @@ class Slow:
             self.num_inside += 1
             try:
                 assert threading.current_thread().name == "io-work"
-                assert self.is_open.wait(20)
+                assert self.is_open.wait(TIMEOUT_S)
                 return found(*args, **options)
             finally:
                 self.num_inside -= 1
@@ -109,7 +110,7 @@ def test_others_are_answered_while_one_waits_for_the_history(server, read):
             assert other.models.list().data and other.responses.create(input="ho", store=False).output_text
         assert not results
         server.slow.is_open.set()
-        asking.join(20)
+        asking.join(TIMEOUT_S)
         assert results
 
 
@@ -136,7 +137,7 @@ def test_a_hanging_history_blocks_only_requests_that_need_it(server, ask):
             assert NEEDS_NO_HISTORY[ask](other)
         server.slow.is_open.set()
         for thread in asking:
-            thread.join(20)
+            thread.join(TIMEOUT_S)
 
 
 def test_two_requests_of_one_key_that_are_planned_at_the_same_time_run_once(server):
@@ -159,7 +160,7 @@ def test_two_requests_of_one_key_that_are_planned_at_the_same_time_run_once(serv
         wait_until(lambda: server.slow.num_inside >= 2)
         server.slow.is_open.set()
         for thread in asking:
-            thread.join(20)
+            thread.join(TIMEOUT_S)
         assert len({one.id for one in answers}) == 1 and len(answers) == len(server.engine.turns) == 2
 
 
@@ -197,7 +198,7 @@ def test_work_that_waits_forever_does_not_keep_the_process_from_ending():
             task.cancel()
         asyncio.run(main())
     """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=TIMEOUT_S)
 
 
 def test_a_response_that_ends_while_it_is_read_is_not_run_again(tmp_path):

@@ -14,9 +14,10 @@ from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables.changes import DeleteResponse, EndResponse, QueueResponse
 from pensieve_jax.server.http.errors import INTERNAL_ERROR
 from pensieve_jax.server.openai.responses import background
+from tests.deadlines import TIMEOUT_S, wait_until
 from tests.server.fakes import say
 from tests.server.live import LiveServer
-from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
+from tests.server.openai.responses.test_background import ended, feed, turn_of
 
 RETRY = {"x-stainless-retry-count": "1"}
 NO_ANSWER = EngineClosedError("The engine has not answered within 30 s; it may still do the work.")
@@ -31,7 +32,7 @@ def soon(monkeypatch):
 
 @pytest.fixture
 def client(server):
-    with server.client(timeout=10.0) as made:
+    with server.client(timeout=TIMEOUT_S) as made:
         yield made
 
 

@@ -9,9 +9,10 @@ import pytest
 from pensieve_jax.core.errors import EngineDiedError, HistoryUnavailableError
 from pensieve_jax.history.server_tables.changes import EndResponse, StartResponse
 from pensieve_jax.server.openai.responses import background
+from tests.deadlines import wait_until
 from tests.server.fakes import FakeTurn, say
 from tests.server.live import START_S, LiveServer
-from tests.server.openai.responses.test_background import ended, feed, turn_of, wait_until
+from tests.server.openai.responses.test_background import ended, feed, turn_of
 
 POISON = "poison"
 DIED = EngineDiedError("The engine's process died.")

@@ -14,8 +14,9 @@ import pytest
 from pensieve_jax.core.errors import HistoryUnavailableError
 from pensieve_jax.history.postgres_location import parse
 from pensieve_jax.server.openai.responses import background
+from tests.deadlines import TIMEOUT_S, wait_until
 from tests.server.live import LiveServer
-from tests.server.openai.responses.test_background import feed, turn_of, wait_until
+from tests.server.openai.responses.test_background import feed, turn_of
 
 pytest.importorskip("psycopg", reason="needs the extra `postgres`")
 from pensieve_jax.history.postgres_claims import PostgresClaims  # of that extra
@@ -39,7 +40,7 @@ def ask(server, method, path, **body):
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{server.url}{path}", data, headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return answer.status, answer.headers, json.load(answer)
     except urllib.error.HTTPError as answer:
         with answer:
@@ -149,7 +150,7 @@ def test_a_key_that_reaches_two_servers_at_once_has_one_answer(postgres):
         turn = turn_of(one)
         answer = second.responses.create(input="hi", **key)
         feed(one, turn, "well", end=True)
-        asking.join(20)
+        asking.join(TIMEOUT_S)
         (error,) = late
         assert error.body["code"] == "idempotency_key_in_use" and error.response.headers["retry-after"]
         assert client.responses.create(input="hi", **key).id == answer.id

@@ -12,6 +12,7 @@ from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import AppendItems, CreateConversation
 from pensieve_jax.server.openai.responses.conversations import LIFETIME_S, MAX_UNANSWERED, Appends
 from pensieve_jax.server.turns.idempotency import KEY_LIFETIME_S
+from tests.deadlines import TIMEOUT_S
 from tests.server.openai.responses.test_left_behind import DIED, NO_ANSWER, losing
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -21,7 +22,7 @@ DOWN = EngineClosedError("The engine accepts no calls: it is starting.")
 
 @pytest.fixture
 def client(server):
-    with server.client(timeout=10.0) as made:
+    with server.client(timeout=TIMEOUT_S) as made:
         yield made
 
 

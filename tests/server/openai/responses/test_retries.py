@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,10 +16,10 @@ from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.server.openai.responses.context import request_context
 from pensieve_jax.server.openai.responses.retries import UNDELIVERED_LIFETIME_S, IdempotencyStore, TtlCache
 from pensieve_jax.server.workers import INLINE_CHARACTERS, WorkEstimate
-from tests.deadlines import TIMEOUT_S
+from tests.deadlines import TIMEOUT_S, wait_until
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
-from tests.server.openai.responses.test_background import feed, turn_of, wait_until
+from tests.server.openai.responses.test_background import feed, turn_of
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -102,7 +102,7 @@ def test_a_key_attaches_to_the_running_turn(server, client):
         assert again[-1].response.id == list(events)[-1].response.id
     feed(server, turn, "hello", end=True)
     for thread in threads:
-        thread.join(20)
+        thread.join(TIMEOUT_S)
     assert len(answers) == 2 and answers[0].to_dict() == answers[1].to_dict()
     assert len(server.engine.turns) == 2
 
@@ -130,12 +130,23 @@ def test_a_repeated_request_is_a_new_one_if_the_first_was_answered(server, clien
     assert again.id != first.id
 
 
+def leave(server, meanwhile: Callable[[], object], **options) -> None:
+    """Send a request, and disconnect without its answer once `meanwhile` has returned."""
+
+    async def work() -> None:
+        async with server.async_client() as leaving:
+            asking = asyncio.ensure_future(leaving.responses.create(**options))
+            await asyncio.to_thread(meanwhile)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+    asyncio.run(work())
+
+
 def test_a_retry_gets_a_response_that_was_committed_after_its_client_left(server, client):
     server.on_loop(lambda: setattr(server.engine, "script", None))
-    conversation = client.conversations.create().id
-
-    def ask(asking, **options):
-        return asking.responses.create(input="hi", conversation=conversation, **options)
+    asked = {"input": "hi", "conversation": client.conversations.create().id}
 
     def commit_late(turn) -> None:
         """End the turn at the moment in which its client leaves, so that the cancellation comes too late."""
@@ -146,21 +157,12 @@ def test_a_retry_gets_a_response_that_was_committed_after_its_client_left(server
 
         turn.cancel = cancel
 
-    with server.client(timeout=0.5) as hasty:
-
-        def give_up() -> None:
-            with contextlib.suppress(openai.APITimeoutError):
-                ask(hasty)
-
-        gone = threading.Thread(target=give_up)
-        gone.start()
-        turn = turn_of(server)
-        server.on_loop(lambda: commit_late(turn))
-        gone.join(20)
+    leave(server, lambda: commit_late(turn_of(server)), **asked)
     wait_until(lambda: not server.responses.locks)
-    answer = ask(client, extra_headers=RETRY)
+    answer = client.responses.create(**asked, extra_headers=RETRY)
     assert answer.output_text == "hello" and len(server.engine.turns) == 1
-    texts = [item.content[0].text for item in client.conversations.items.list(conversation, order="asc")]
+    listed = client.conversations.items.list(asked["conversation"], order="asc")
+    texts = [item.content[0].text for item in listed]
     assert texts == ["hi", "hello"]
 
 
@@ -260,8 +262,7 @@ def test_a_client_that_leaves_ends_its_turn(server, client):
         next(iter(stream))
         turn = turn_of(server)
     wait_until(lambda: turn.cancelled)
-    with server.client(timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
-        hasty.responses.create(input="hi")
+    leave(server, lambda: turn_of(server, 1), input="hi")
     wait_until(lambda: server.engine.turns[1].cancelled)
     wait_until(lambda: server.harness.services.limits.num_in_engine == 0)
     assert server.engine.num_committed == 0 and len(server.harness.services.resolver.index) == 0

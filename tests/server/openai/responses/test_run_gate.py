@@ -8,6 +8,7 @@ import random
 import pytest
 
 from pensieve_jax.server.openai.responses.run_gate import RunGate
+from tests.deadlines import TIMEOUT_S
 from tests.seeds import new_seed
 
 
@@ -113,7 +114,7 @@ def test_random_lives_leave_an_empty_gate() -> None:
         for held in holders:
             held.may_leave.set()
         await asyncio.gather(*(held.task for held in holders), return_exceptions=True)
-        async with asyncio.timeout(5), gate.place(alone=True):
+        async with asyncio.timeout(TIMEOUT_S), gate.place(alone=True):
             assert running == []
 
     asyncio.run(work())

@@ -10,6 +10,7 @@ import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
 from pensieve_jax.text.loading import byte_tokenizer
+from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import sampled
 from tests.server.live import LiveServer
 
@@ -29,7 +30,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def http(server):
-    with httpx2.Client(base_url=server.url, timeout=20.0) as client:
+    with httpx2.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
         yield client
 
 
