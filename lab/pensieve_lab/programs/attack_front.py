@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import multiprocessing
 import tempfile
 import time
@@ -34,6 +33,7 @@ from absl import flags
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_lab.hostile.front_requests import MODEL, FrontAttack, front_attacks
+from pensieve_lab.serving.owner_keys import key_lines, key_of
 from pensieve_lab.serving.served import ServedProcess
 from pensieve_lab.soaking.samples import child_of, process_figures
 
@@ -98,21 +98,15 @@ def _resident_mb(pid: int) -> float:
     return process_figures("any", pid)["any_rss_mb"]
 
 
-def key_lines() -> str:
-    """Return a key file with a key for each owner."""
-    digests = {owner: hashlib.sha256(f"{owner}key".encode()).hexdigest() for owner in _OWNERS}
-    return "".join(f"{owner}:{digest}\n" for owner, digest in digests.items())
-
-
 def main() -> int:
     if FLAGS.write_keys:
-        Path(FLAGS.write_keys).write_text(key_lines(), encoding="utf-8")
+        Path(FLAGS.write_keys).write_text(key_lines(_OWNERS), encoding="utf-8")
         return 0
     if FLAGS.address:
         return asyncio.run(attack(FLAGS.address, FLAGS.pid))
     with tempfile.TemporaryDirectory(prefix="pensieve-attack-") as directory:
         keys = Path(directory, "keys")
-        keys.write_text(key_lines(), encoding="utf-8")
+        keys.write_text(key_lines(_OWNERS), encoding="utf-8")
         given = (f"--api_keys_file={keys}", f"--history={directory}/history.sqlite")
         with ServedProcess((*_SERVE, *given)) as server:
             return asyncio.run(attack(server.address, server.process.pid))
@@ -226,7 +220,7 @@ class Attackers:
 
     async def _attack_as(self, owner: str, until_s: float) -> None:
         limits = httpx2.Limits(max_connections=None)
-        headers = {"authorization": f"Bearer {owner}key", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {key_of(owner)}", "content-type": "application/json"}
         options: dict[str, Any] = {"timeout": _TIMEOUT_S, "trust_env": False, "limits": limits}
         async with httpx2.AsyncClient(base_url=self._address, headers=headers, **options) as http:
             path, body = await self._request(http)
@@ -260,7 +254,9 @@ class Attackers:
     async def _leave_unread(self, owner: str, path: str, until_s: float) -> None:
         """Ask on many connections, and read nothing but the first bytes of the answers."""
         address = urlsplit(self._address)
-        head = f"GET {path} HTTP/1.1\r\nhost: {address.netloc}\r\nauthorization: Bearer {owner}key\r\n\r\n"
+        head = (
+            f"GET {path} HTTP/1.1\r\nhost: {address.netloc}\r\nauthorization: Bearer {key_of(owner)}\r\n\r\n"
+        )
         writers: list[asyncio.StreamWriter] = []
         for _ in range(self._attack.num_requests):
             reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=64)
@@ -300,7 +296,7 @@ def _ask_small(address: str, pipe: Connection) -> None:
     """Ask small things, and answer each message with the waits since the last one."""
     waits_s: list[float] = []
     failed: Counter[str] = Counter()
-    headers = {"authorization": f"Bearer {_OWNERS[0]}key"}
+    headers = {"authorization": f"Bearer {key_of(_OWNERS[0])}"}
     with httpx2.Client(base_url=address, headers=headers, timeout=_TIMEOUT_S, trust_env=False) as http:
         while True:
             for method, path, body in _SMALL:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final
 
+from pensieve_jax.core.errors import StorageQuotaError
 from pensieve_jax.history.server_tables.changes import StorageQuota
 from pensieve_jax.history.server_tables.quotas import check_room
 from pensieve_jax.history.stored_amounts import StoredAmounts
@@ -33,22 +35,24 @@ class StorageCheck:
         self._recent: dict[str, tuple[float, StoredAmounts]] = {}
 
     async def check(self, owner: str) -> None:
-        """Raise StorageQuotaError unless the owner may store another response; raise HistoryError."""
-        quota = self._quota
-        if self._history is not None and (quota.responses is not None or quota.bytes is not None):
-            check_room(await self._stored(owner), quota)
+        """Raise StorageQuotaError unless the owner may store another response; raise HistoryError.
 
-    async def _stored(self, owner: str) -> StoredAmounts:
-        if not self._history.is_remote:
-            return await self.stored(owner)
+        A remembered amount only admits: what an owner has just deleted must not refuse.
+        """
+        quota = self._quota
+        if self._history is None or (quota.responses is None and quota.bytes is None):
+            return
         found = self._recent.get(owner)
         if found is not None and time.monotonic() - found[0] <= _MAX_AGE_S:
-            return found[1]
-        if len(self._recent) >= _MAX_OWNERS:
-            self._recent.clear()
+            with suppress(StorageQuotaError):
+                check_room(found[1], quota)
+                return
         amounts = await self.stored(owner)
-        self._recent[owner] = time.monotonic(), amounts
-        return amounts
+        if self._history.is_remote:
+            if len(self._recent) >= _MAX_OWNERS:
+                self._recent.clear()
+            self._recent[owner] = time.monotonic(), amounts
+        check_room(amounts, quota)
 
     async def stored(self, owner: str) -> StoredAmounts:
         """Return what an owner stores now; raise HistoryError."""

@@ -30,14 +30,14 @@ def _start(model: str, *, history: str, **_: Any) -> AsyncEngine:
     return AsyncEngine(functools.partial(spawn.ProcessHandle.begin, greeting, "tests.server.faults.worker"))
 
 
-def started(before: str, *flags: str, **more: Any) -> subprocess.Popen[str]:
-    """Start a process that runs `before`, and then serves at any free port."""
+def started(before: str, *flags: str, log: Any = subprocess.PIPE, **more: Any) -> subprocess.Popen[str]:
+    """Start a process that runs `before`, and then serves at any free port; stderr goes to `log`."""
     code = f"from tests.server.faults import command\n{before}\ncommand.main()"
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code, "--port=0", *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=log,
         text=True,
         **more,
     )

@@ -17,9 +17,10 @@ from typing import Any, Literal, NamedTuple
 from pensieve_jax.core.clock import WallClock
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.history.database import check_is_there
+from pensieve_jax.history.opening import is_postgres
 from pensieve_jax.server.async_engine import EngineInfo
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Failed, sent_error
+from pensieve_jax.server.engine_process.messages import Failed, Submit, sent_error
 from pensieve_jax.server.engine_process.wire import FrameWriter
 from pensieve_jax.server.engine_process.worker import EXIT_REFUSED, _first_message
 from pensieve_jax.text import byte_tokenizer
@@ -28,6 +29,8 @@ from tests.engine.harness import Harness, small_config
 FINGERPRINT = "test"
 MODEL = "random:fake-tiny"
 PLAN, FORKS, PRAGMA = "PENSIEVE_FAULTS", "PENSIEVE_FORKS", "PENSIEVE_PRAGMA"
+DEATHS, POISON = "PENSIEVE_DEATHS", "poison"
+_STEPS_TO_DEATH = 4
 
 
 front_pid: int | None = None
@@ -80,10 +83,26 @@ class KillingSocket(socket.socket):
 class CheckedServer(EngineServer):
     """Checks after every step that pages, chunks, conversations and requests agree.
 
-    The pragmas in the file that `PENSIEVE_PRAGMA` names run once on the history's own connection.
+    The pragmas in the file that `PENSIEVE_PRAGMA` names run once on the history's own connection. A turn
+    whose messages have the text `POISON` kills this process some steps later, if `PENSIEVE_DEATHS` names a
+    file, which gets a line.
     """
 
+    def _submit(self, message: Submit, *arguments: Any) -> None:
+        super()._submit(message, *arguments)
+        if POISON in str(message):
+            self._steps_to_live = _STEPS_TO_DEATH
+
+    _steps_to_live: int | None = None
+
     def run_once(self) -> None:
+        deaths = os.environ.get(DEATHS)
+        if deaths is not None and self._steps_to_live is not None and self._engine.has_unfinished:
+            self._steps_to_live -= 1
+            if not self._steps_to_live:
+                with open(deaths, "a") as file:
+                    file.write(f"{os.getpid()}\n")
+                os.kill(os.getpid(), signal.SIGKILL)
         pragma = os.environ.get(PRAGMA)
         if pragma is not None and os.path.exists(pragma):
             connection = self._engine._store.inner._connection  # type: ignore[attr-defined]
@@ -105,7 +124,7 @@ def main() -> int:
         from pensieve_jax.core.errors import PensieveError
 
         try:
-            engine = new_engine(Path(start.history), start.may_make_history)
+            engine = new_engine(start.history, start.may_make_history)
         except PensieveError as error:
             front.sendall(FrameWriter().frame(Failed(sent_error(error))))
             return EXIT_REFUSED
@@ -125,10 +144,10 @@ def main() -> int:
     return 0
 
 
-def new_engine(history: Path, may_make_history: bool) -> Engine:
+def new_engine(history: str, may_make_history: bool) -> Engine:
     """Return a small engine on a real clock, with a real history."""
-    if not may_make_history:
-        check_is_there(history)
+    if not may_make_history and not is_postgres(history):
+        check_is_there(Path(history))
     config = small_config(gpu_pages=60, cpu_pages=30)
     harness = Harness(config, path=history, tokenizer=byte_tokenizer(), clock=WallClock())  # type: ignore[arg-type]
     harness.scheduled = _Forgetful()

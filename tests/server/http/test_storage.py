@@ -165,7 +165,7 @@ class FarHistory:
         return StoredAmounts(0, self.num_responses, 0)
 
 
-def test_a_far_history_is_asked_once_a_second(monkeypatch):
+def test_a_far_history_is_asked_once_a_second_and_before_a_refusal(monkeypatch):
     from pensieve_jax.server.http import storage
 
     history, now_s = FarHistory(), [100.0]
@@ -185,7 +185,10 @@ def test_a_far_history_is_asked_once_a_second(monkeypatch):
         with pytest.raises(StorageQuotaError):
             await check.check("ada")
         assert history.num_asked == 2
+        history.num_responses = 2  # one was deleted in the same second
+        await check.check("ada")
+        assert history.num_asked == 3
         await StorageCheck(history, StorageQuota(conversations=1), read).check("ada")
-        assert history.num_asked == 2, "only conversations are limited, which turns do not create"
+        assert history.num_asked == 3, "only conversations are limited, which turns do not create"
 
     asyncio.run(work())

@@ -1,0 +1,1 @@
+"""Racing operations on a server, and the check of every answer against a sequential model."""
