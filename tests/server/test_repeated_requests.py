@@ -1,4 +1,4 @@
-"""A request with an idempotency key runs once on routes that store its turn; others refuse the key."""
+"""A request with an idempotency key runs once on routes that store its turn; others list the key."""
 
 from __future__ import annotations
 
@@ -152,8 +152,6 @@ def test_a_key_belongs_to_one_route(server):
 
 
 REFUSED = {
-    "chat": ("/v1/chat/completions", {"messages": HELLO, "store": False}, "needs store"),
-    "text": ("/v1/completions", {"prompt": "Hello"}, "needs store"),
     "replies": ("/v1/chat/completions", {**CHAT, "n": 2}, "2 replies"),
     "prompts": ("/v1/completions", {**TEXT, "prompt": ["a", "b", "c"]}, "3 replies"),
     "scores": ("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -170,23 +168,37 @@ def test_what_cannot_be_returned_again_is_refused(server, path, fields, said):
     assert said in body["error"]["message"] and not server.engine.turns
 
 
-def test_messages_that_are_not_stored_take_no_key(tmp_path):
-    server = StoredServer(tmp_path / "history.sqlite")
-    status, body = ask(server, "/v1/messages", MESSAGE)
-    assert status == 400 and "Idempotency-Key" in body["error"]["message"] and not server.engine.turns
+UNSTORED = {
+    "chat": ("/v1/chat/completions", {"messages": HELLO, "store": False}),
+    "text": ("/v1/completions", {"prompt": "Hello"}),
+    "message": ("/v1/messages", MESSAGE),
+}
+
+
+def ignored(server: StoredServer, path, fields) -> tuple[int, str]:
+    async def fetch():
+        return await server.harness.open("POST", path, {"model": MODEL, **fields}, KEY).whole()
+
+    status, headers, _ = asyncio.run(fetch())
+    return status, headers.get("x-ignored-fields", "")
+
+
+@pytest.mark.parametrize("path, fields", UNSTORED.values(), ids=UNSTORED)
+def test_a_key_of_a_turn_that_is_not_stored_is_listed(tmp_path, path, fields):
+    server = StoredServer(tmp_path / "history.sqlite", REPLY)
+    assert ignored(server, path, fields) == (200, "Idempotency-Key")
     server.close()
 
 
-def test_every_route_takes_a_key_or_refuses_it(server):
+def test_every_route_takes_a_key_or_lists_it(server):
     """A route that creates nothing has nothing to return again."""
     taking = set()
     for route in server.routes:
-        if route.method != "POST":
-            continue
-        path = route.path.replace("{conversation_id}", "conv_1").replace("{response_id}", "resp_1")
-        status, body = ask(server, path, {"model": "another"})
-        if status != 400 or "this route creates nothing" not in body["error"]["message"]:
-            taking.add(route.path)
+        if route.method == "POST":
+            path = route.path.replace("{conversation_id}", "conv_1").replace("{response_id}", "resp_1")
+            _, listed = ignored(server, path, {"model": "another"})
+            if "Idempotency-Key" not in listed:
+                taking.add(route.path)
     assert taking == {
         "/v1/responses",
         "/v1/conversations",

@@ -17,7 +17,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pensieve_jax.server.http.errors import ApiError, unsupported
+from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.ledger import Ticket
 from pensieve_jax.server.http.middleware import NOTES, Cors, ErrorReplies, HostCheck, OriginCheck, RequestLog
 from pensieve_jax.server.http.replies import ErrorReply, HttpResponse, error_reply
@@ -43,7 +43,7 @@ class Route:
         path: with parameters in braces, as in "/v1/responses/{response_id}".
         handler: takes the request and returns the response, or raises.
         needs_key: whether the route rejects requests without a key if the server has keys.
-        takes_key: whether a POST takes an idempotency key. Others refuse one, as they create nothing.
+        takes_key: whether a POST takes an idempotency key. Others list it as ignored: they create nothing.
         has_body: whether a POST must have a body. False checks the content type only if there is a body.
         error_reply: makes the response of an error, in the form of the route's API. The form of a path's
           first route also serves requests that reach no handler. A path with parameters has OpenAI's there.
@@ -116,8 +116,7 @@ class _Path:
         key_owner = self._key_owner(route, headers)
         notes.owner = owner = key_owner or ""
         if method == "POST" and not route.takes_key and "idempotency-key" in headers:
-            why = "this route creates nothing, so its requests may be sent again"
-            raise unsupported("Idempotency-Key", why)
+            notes.ignored_fields += ("Idempotency-Key",)
         keys, ledger = self._services.keys, self._services.ledger
         with ledger.ticket(owner) as ticket, keys.revocation(headers, key_owner) as revoked:
             body = await self._body(route, headers, receive, ticket) if method == "POST" else b""

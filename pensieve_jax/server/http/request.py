@@ -89,7 +89,7 @@ class HttpRequest:
             value, ignored = await self.run_cpu(texts.decode_body, self.body, kind, offers)
         else:
             value, ignored = await self.run_cpu(lambda: decode_body(self.body, kind, offers=offers))
-        self.notes.ignored_fields = ignored
+        self.notes.ignored_fields += ignored
         return value
 
     def charge_stream(self, is_streamed: bool | None) -> None:

@@ -83,16 +83,16 @@ async def keyed_request(
       num_replies: number of its replies.
       has_scores: the field that asks for scores of the prompt, which are not stored.
 
-    Returns None for a request without a key. Waits for a request with the same key that runs. Raises ApiError
-    400 if its answer could not be returned again, and 422 if the earlier request had another body or route.
+    Returns None for a request without a key, and for one whose turn is not stored: its key is listed as
+    ignored. Waits for a request with the same key that runs. Raises ApiError 400 if its answer could not be
+    returned again, and 422 if the earlier request had another body or route.
     """
     key = idempotency_key(call.headers)
     if key is None:
         return None
     if not stores:
-        raise invalid_value(
-            _NAME, f"{_NAME} needs store: a reply that is not stored cannot be returned again."
-        )
+        call.notes.ignored_fields += (_NAME,)
+        return None
     if num_replies > 1:
         sentence = f"{_NAME} came with a request for {num_replies} replies; it must be for one."
         raise invalid_value(_NAME, sentence)
