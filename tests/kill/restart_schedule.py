@@ -28,7 +28,7 @@ from tests.kill import process
 from tests.kill.process import Report, Task
 from tests.kill.script import Script, TurnKey
 
-SILENCE_LIMIT_S = 120.0  # a process that is silent for longer hangs
+SILENCE_LIMIT_S = 600.0  # a process that is silent for longer hangs
 # "opened": compiling follows, the longest part of a start.
 _MARKS = ("opened", *("step",) * 3, "committing", "halted", *("reported",) * 2, "closing")
 NUM_MOMENTS = 1 + len(_MARKS)

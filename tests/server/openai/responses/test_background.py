@@ -457,7 +457,8 @@ def test_a_change_on_its_way_is_a_conflict_of_the_request_and_fails_no_queued_re
         client.responses.create(input="hi", conversation=made, background=True)
     append.join()
     assert raised.value.code == "conversation_locked"
-    assert not engine.turns and server.on_loop(lambda: server.responses.background.num_running) == 0
+    wait_until(lambda: server.on_loop(lambda: server.responses.background.num_running) == 0)
+    assert not engine.turns
     queued = client.responses.create(input="hi", conversation=made, background=True)
     feed(server, turn_of(server), "hello", end=True)
     assert ended(client, queued.id).status == "completed"

@@ -12,6 +12,7 @@ from pensieve_jax.core.errors import EngineClosedError, HistoryError, StepFailed
 from pensieve_jax.server.http.errors import ApiError
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses.schemas import parse_input
+from tests.deadlines import wait_until
 from tests.server.fakes import say
 from tests.server.live import LiveServer
 
@@ -285,7 +286,7 @@ def test_a_failed_turn_is_an_error(server, post, error, status, code):
     server.on_loop(lambda: server.engine.refuse.append(error))
     seen, body, _ = post("/responses", {"input": "hi"})
     assert (seen, body["error"]["code"]) == (status, code)
-    assert server.on_loop(lambda: server.harness.services.limits.num_in_engine) == 0
+    wait_until(lambda: server.on_loop(lambda: server.harness.services.limits.num_in_engine) == 0)
 
 
 def test_a_failed_turn_is_an_error_event_in_a_stream(server):

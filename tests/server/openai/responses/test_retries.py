@@ -426,8 +426,8 @@ def test_the_same_key_at_once_with_a_conversation_gets_one_response(tmp_path, mo
             assert refused.value.code == "conversation_locked"
             goes_on.set()
             assert first.result(TIMEOUT_S).id == second.result(TIMEOUT_S).id
-        wait_until(lambda: not server.responses.locks)
-        assert len(server.engine.turns) == 1 and not server.responses._idempotency.num_running
+        wait_until(lambda: not server.responses.locks and not server.responses._idempotency.num_running)
+        assert len(server.engine.turns) == 1
 
 
 def test_requests_with_one_key_share_the_error_that_refuses_them(tmp_path):
