@@ -198,12 +198,13 @@ def _check_head(scope: Scope) -> None:
 
 
 class OriginCheck:
-    """Middleware that rejects preflights, and changes by pages of other origins if the server has no keys.
+    """Middleware that rejects preflights, and requests by pages of other origins if the server has no keys.
 
     A preflight gets here only if `cors_origin` allows no origin; otherwise `Cors` answers it.
 
-    A form, or a script that need not read the response, can send any request to a server on loopback. Only
-    the browser's Origin header tells them apart. Other programs send no such header and pass.
+    A form, or a script that need not read the response, can send any request to a server on loopback. A GET
+    of the API changes nothing, but takes a place, such as a map's. Only the browser's headers Origin and
+    Sec-Fetch-Site tell them apart. Other programs send no such header and pass.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -217,12 +218,18 @@ class OriginCheck:
             headers = Headers(scope=scope)
             if "origin" in headers and "access-control-request-method" in headers:
                 raise _cors_refused()
-        if self._is_on and scope["type"] == "http" and scope["method"] in _CHANGING:
-            headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            if origin is not None and not self._is_ours(origin, headers.get("host", "")):
+        if self._is_on and scope["type"] == "http":
+            is_checked = scope["method"] in _CHANGING or scope["path"].startswith("/v1/")
+            if is_checked and self._is_foreign(Headers(scope=scope)):
                 raise _cors_refused()
         await self._app(scope, receive, send)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Return whether a page of another origin sends the request; one for an image has no Origin."""
+        origin = headers.get("origin")
+        if origin is None:
+            return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+        return not self._is_ours(origin, headers.get("host", ""))
 
     def _is_ours(self, origin: str, host: str) -> bool:
         own = origin.lower().partition("://")[2]

@@ -505,6 +505,29 @@ def test_allowed_pages_may_read_errors_too(tmp_path):
         assert status == expected and headers["access-control-allow-origin"] == "https://chat.example"
 
 
+def test_without_keys_pages_of_other_origins_take_no_places(tmp_path):
+    """An answer that a page cannot read costs as much: its maps and stats kept the user's own page out."""
+    routes = [Route("GET", path, show) for path in ("/v1/pensieve/{thing_id}", "/things/{thing_id}")]
+
+    def status(settings=None, path="/v1/pensieve/chunks", method="GET", **headers):
+        asked = {"host": "localhost:8000", **{name.replace("_", "-"): one for name, one in headers.items()}}
+        return run(ask(Harness(routes, settings=settings), method, path, headers=asked))[0]
+
+    for method in ("GET", "HEAD"):
+        assert status(method=method) == status(method=method, origin="http://localhost:8000") == 200
+        assert status(method=method, origin="https://evil.example") == 403
+    # Without CORS, as for an image, there is no Origin. A browser still says whose page it is.
+    assert status(sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
+    assert status(sec_fetch_site="same-origin") == status(sec_fetch_site="none") == 200
+    assert status(sec_fetch_site="cross-site", origin="http://localhost:8000") == 200
+    assert status(path="/things/a", sec_fetch_site="cross-site") == 200
+    for allowed in ("https://chat.example", "*"):
+        settings = ServerSettings(cors_origin=(allowed,))
+        assert status(settings, origin="https://chat.example", sec_fetch_site="cross-site") == 200
+    keyed = ServerSettings(api_keys_file=str(keys_file(tmp_path, alice="a")))
+    assert status(keyed, sec_fetch_site="cross-site", authorization="Bearer a") == 200
+
+
 def test_without_keys_pages_of_other_origins_change_nothing(tmp_path):
     """A form, or a script that does not read the answer, sends its request without a preflight."""
 
