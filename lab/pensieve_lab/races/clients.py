@@ -480,8 +480,8 @@ class RacingClient:
             return Answer(0, "", {}, Span(began_s, is_certain=False))
         span = Span(began_s, time.monotonic())
         found: dict[str, Any] = got.json()
-        error = found.get("error") if got.status_code != 200 else None
-        code = str(error["code"]) if error else ""
+        refusal = found.get("error") if got.status_code != 200 else None
+        code = str(refusal["code"]) if refusal else ""
         record.counts[f"{kind}: {got.status_code} {code}".rstrip()] += 1
         answer = Answer(got.status_code, code, found, span)
         if code == "insufficient_quota":
