@@ -55,13 +55,20 @@ function show() {
   const isBusy = running !== null;
   messages.show(tree, { isBusy, greeting: GREETING });
   for (const id of ["push-out", "forget"]) $(id).disabled = !tree.tip || isBusy;
-  state.show({ turn: turnId(tree.tip), isBusy, rows: list.rows });
+  showState();
 }
 
-async function reload() {
-  await attempt(() => list.load(tree.root));
+function showState() {
   state.show({ turn: turnId(tree.tip), isBusy: running !== null, rows: list.rows });
 }
+
+/** Load the list, which also names the conversations of the map. */
+async function loadList() {
+  await list.load(tree.root);
+  showState();
+}
+
+const reload = () => attempt(loadList);
 list.onmore = reload;
 
 /** Show the turn that the address names. The browser's history and all links change the address. */
@@ -211,7 +218,7 @@ async function start() {
     const [first] = (await get("/v1/models")).data;
     model = first.id;
     if (addressed()) await visit();
-    await list.load(tree.root);
+    await loadList();
     $("model").textContent = `${model}, up to ${first.max_model_len} tokens`;
   });
 }
