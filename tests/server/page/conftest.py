@@ -85,7 +85,7 @@ def server(tmp_path: Path) -> Iterator[PageServer]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with browsing() as browser:
         yield browser
