@@ -27,9 +27,11 @@ export function originWords(usage) {
   return make("span", "told", `tokens: ${words.join(", ")}`);
 }
 
+const seconds = (ms) => `${(ms / 1000).toFixed(ms < 1000 ? 3 : 1)} s`;
+
 /** Say how fast a reply came; see `Speed`. */
-export function speedWords({ first_ms, tokens_per_s }) {
-  const seconds = (first_ms / 1000).toFixed(first_ms < 1000 ? 3 : 1);
-  const rate = tokens_per_s === null ? "" : `, then ${tokens_per_s.toFixed(tokens_per_s < 10 ? 1 : 0)} tokens/s`;
-  return make("span", "speed", `first token after ${seconds} s${rate}`);
+export function speedWords({ num_tokens, first_ms, last_ms, tokens_per_s }) {
+  if (tokens_per_s === null) return make("span", "speed", `${num_tokens} tokens within ${seconds(last_ms)}`);
+  const rate = tokens_per_s.toFixed(tokens_per_s < 10 ? 1 : 0);
+  return make("span", "speed", `first token after ${seconds(first_ms)}, then ${rate} tokens/s`);
 }

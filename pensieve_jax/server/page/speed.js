@@ -17,12 +17,16 @@ export class Speed {
     this.first ??= this.last;
   }
 
-  /** Return {first_ms, tokens_per_s} for a reply of `numTokens` tokens; null for a reply without a piece. */
+  /**
+   * Return {num_tokens, first_ms, last_ms, tokens_per_s} for a reply of `numTokens` tokens, with the times from the
+   * request on; null for a reply without a piece. `tokens_per_s` is null if all pieces came together.
+   */
   result(numTokens) {
     if (this.first === null) return null;
     const seconds = (this.last - this.first) / 1000;
     const rate = numTokens > 1 && seconds >= SHORTEST_S ? (numTokens - 1) / seconds : null;
-    return { first_ms: this.first - this.start, tokens_per_s: rate };
+    const [first_ms, last_ms] = [this.first - this.start, this.last - this.start];
+    return { num_tokens: numTokens, first_ms, last_ms, tokens_per_s: rate };
   }
 }
 

@@ -148,3 +148,12 @@ def test_each_reply_says_how_fast_it_came_also_after_a_reload(server: PageServer
         visit.page.reload()
         visit.page.clock.run_for(50)
         visit.replies.first.wait_for()
+
+
+def test_a_reply_that_comes_in_one_piece_says_how_long_it_took(server: PageServer, visit: Visit) -> None:
+    visit.page.clock.install()
+    visit.page.clock.pause_at(visit.page.evaluate("Date.now()") + 1000)
+    visit.page.fill("#text", "Count.")
+    visit.page.press("#text", "Enter")
+    visit.page.locator(".speed").wait_for()
+    assert re.fullmatch(r"\d+ tokens within 0.\d+ s", visit.page.locator(".speed").inner_text())
