@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tomllib
 from importlib import resources
 from pathlib import Path
 
@@ -34,6 +35,20 @@ def test_copies_of_other_projects_are_unchanged_and_have_their_licences(folder: 
                 f"{file['name']} differs from {file['path']} of {project['source']}"
             )
     assert {path.name for path in folder.iterdir()} == listed
+
+
+def test_the_wheel_has_every_file_and_licence() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["pensieve_jax"]
+    folder = ROOT / "pensieve_jax" / "server" / "page"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert len(files) > 20
+    for path in files:
+        inside = path.relative_to(ROOT / "pensieve_jax")
+        matching = [one for one in patterns if inside.parent == Path(one).parent and inside.match(one)]
+        assert matching, f"{inside} is in no wheel"
+    licences = {str(path.relative_to(ROOT)) for path in files if path.name.startswith("LICENSE")}
+    assert len(licences) == 2 and licences <= set(project["project"]["license-files"])
 
 
 def test_nothing_is_loaded_from_elsewhere_or_written_as_html() -> None:
