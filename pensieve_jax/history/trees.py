@@ -66,7 +66,9 @@ class TreeTurn:
         limit; None for a first turn only.
       instructions: those of its own request, which the next request may or may not repeat; None if it had
         none.
-      input, output: the texts of user and reply, with the marks of reasoning and calls.
+      input: the user's last text in its request; "" if it has none, as when a client sends results only.
+      results: the texts of the tools' results in its request.
+      output: the text of the reply, with the marks of reasoning and calls.
       template_input: what its turn was rendered with, and how its text is read.
       status: status of the response.
       usage: where its tokens came from.
@@ -76,6 +78,7 @@ class TreeTurn:
     parent: str | None
     instructions: str | None
     input: str
+    results: tuple[str, ...]
     output: str
     template_input: TemplateInput
     status: str
@@ -115,7 +118,7 @@ def tree(connection: Connection, owner: str, root: str, limit: int) -> list[Tree
         row = connection.execute(_TURN, (owner, response_id)).fetchone()
         turn = _turn(row)
         num_read += sum(len(text or "") for text in row[2:6])
-        num_returned += len(turn.input) + len(turn.output)
+        num_returned += sum(map(len, (turn.input, turn.output, *turn.results)))
         if turn.instructions not in instructions:
             num_returned += len(turn.instructions or "")
         if turns and (num_read > MAX_READ_CHARACTERS or num_returned > MAX_TREE_CHARACTERS):
@@ -132,9 +135,17 @@ def _turn(row: Sequence[Any]) -> TreeTurn:
     parent = asked.get("previous_response_id") or (parent_id and f"resp_{parent_id}")
     instructions = asked.get("instructions") or None
     _, template_input = codec.unpack_messages(messages)
-    unpacked = codec.unpack_usage(usage)
+    own_items = json.loads(items)
     return TreeTurn(
-        response_id, parent, instructions, _text(items), text or "", template_input, status, unpacked
+        id=response_id,
+        parent=parent,
+        instructions=instructions,
+        input=_user_text(own_items),
+        results=_results(own_items),
+        output=text or "",
+        template_input=template_input,
+        status=status,
+        usage=codec.unpack_usage(usage),
     )
 
 
@@ -148,7 +159,13 @@ def _bounds(root: str) -> tuple[str, str]:
     return (f"resp_{root}", f"resp_{root}g") if len(root) == 16 else ("", "")
 
 
-def _text(items: str) -> str:
+def _user_text(items: Sequence[dict[str, Any]]) -> str:
     """Return the user's text in a request, without the instructions before it."""
-    user_items = [item for item in json.loads(items) if item.get("role") == "user"]
+    user_items = [item for item in items if item.get("role") == "user"]
     return text_of(user_items[-1]) if user_items else ""
+
+
+def _results(items: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the texts of the tools' results in a request."""
+    results = [item for item in items if item.get("type") == "function_call_output"]
+    return tuple(text_of({"content": item.get("output", "")}) for item in results)

@@ -121,6 +121,7 @@ def _get_tree(call: HttpRequest) -> HttpResponse:
             if not turn.instructions
             else numbers.setdefault(turn.instructions, len(numbers)),
             "input": turn.input,
+            "results": turn.results,
             "output": _items(turn),
             "status": turn.status,
             "usage": None if turn.usage is None else token_sources([turn.usage]),

@@ -24,6 +24,7 @@ export class List {
   constructor({ nav, search, found }, { manage, more }) {
     Object.assign(this, { nav, search, found, manage, more });
     this.rows = []; // {root, title, num_turns, first_text, last_active}, as the server sends them
+    this.isWhole = false; // whether `rows` are all that the server lists
     this.most = STEP;
     this.current = null;
     nav.addEventListener("keydown", (event) => this.#walk(event));
@@ -34,6 +35,7 @@ export class List {
   async load() {
     const limit = this.#words.length ? MOST : Math.min(this.most + 1, MOST);
     this.rows = (await get(`/v1/pensieve/trees?limit=${limit}`)).data;
+    this.isWhole = this.rows.length < limit || limit === MOST;
     this.show(this.current);
   }
 
@@ -82,7 +84,7 @@ export class List {
 
   #seek() {
     this.show(this.current);
-    this.more(); // all rows, once there are words
+    if (this.#words.length && !this.isWhole) this.more();
   }
 
   #row(row, date) {

@@ -3,7 +3,7 @@
 import { originBar, originWords, speedWords } from "./account.js";
 import { copyButton } from "./copy.js";
 import { make, makeButton, onEnter } from "./dom.js";
-import { ReplyBody, textOf } from "./reply.js";
+import { folded, ReplyBody, textOf } from "./reply.js";
 import { speedOf } from "./speed.js";
 
 const NEAR_PX = 80; // a reader this near to the end follows the reply
@@ -79,10 +79,20 @@ export class Messages {
 
   #user(turn) {
     const article = Object.assign(make("article", "user"), { ariaLabel: "You" });
+    article.append(...(turn.results ?? []).map((text) => this.#result(text)));
+    if (!turn.input) return article; // a client sent results only
     const tools = make("div", "tools");
     tools.append(this.#button("Edit", () => this.#edit(article, turn), `edit ${turn.id}`), ...this.#versions(turn));
     article.append(make("div", "text", turn.input), tools);
     return article;
+  }
+
+  /** A tool's result, which a client sent. */
+  #result(text) {
+    const result = folded("call", "arguments");
+    result.firstChild.textContent = "Result of a tool";
+    result.lastChild.textContent = text;
+    return result;
   }
 
   /** Buttons to the sibling turns, which come from edits and repeated requests. */
@@ -133,7 +143,8 @@ export class Messages {
     if (speed) told.append(speedWords(speed));
     if (turn.status === "incomplete") told.append(make("span", "", "cut at the maximum of reply tokens"));
     const again = () => this.say(turn.input, turn.parent);
-    buttons.append(copyButton("reply", () => textOf(turn.output)), this.#button("Again", again, `again ${turn.id}`));
+    buttons.append(copyButton("reply", () => textOf(turn.output)));
+    if (turn.input) buttons.append(this.#button("Again", again, `again ${turn.id}`));
     tools.append(told, buttons);
     return tools;
   }

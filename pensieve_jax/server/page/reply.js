@@ -40,7 +40,8 @@ const KINDS = {
   },
 };
 
-function folded(className, inner) {
+/** Make a folded text: `body` is its last child. */
+export function folded(className, inner) {
   const details = make("details", className);
   const body = Object.assign(make("pre", inner), { tabIndex: 0 }); // it scrolls
   details.append(make("summary"), body);

@@ -106,6 +106,23 @@ def test_reasoning_and_calls_are_folded_also_after_a_reload(server: PageServer, 
     assert re.sub(r"\s", "", reply.locator(".arguments").inner_text()) == '{"word":"cat"}'
 
 
+def test_results_of_tools_that_a_client_sent_are_shown(server: PageServer, visit: Visit) -> None:
+    server.replies = [CALLED, "A small animal."]
+    tool = {"type": "function", "name": "look_up", "parameters": {"type": "object"}}
+    common = {"model": "fake", "tools": [tool], "temperature": 0}
+    with server.client() as client:
+        first = client.responses.create(input="What is a cat?", **common)
+        call = next(item for item in first.output if item.type == "function_call")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "It <b>purrs</b>."}
+        client.responses.create(input=[result], previous_response_id=first.id, **common)
+    visit.page.goto(f"{server.address}/#{first.id.removeprefix('resp_')}")
+    visit.page.reload()
+    visit.page.get_by_text("Result of a tool").click()
+    assert visit.page.locator("article.user pre").inner_text() == "It <b>purrs</b>."
+    assert visit.texts() == ["What is a cat?", "I look.", "A small animal."]
+    assert visit.page.get_by_role("button", name="Edit").count() == 1
+
+
 def test_a_streamed_reply_waits_then_reasons_then_speaks(server: PageServer, visit: Visit) -> None:
     turns: list[FakeTurn] = []
     server.script = turns.append
