@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # importing model_defs imports JAX
 DEFAULT_MODEL = "chat"
 """Name of the small chat model in this package."""
 _INCLUDED = {DEFAULT_MODEL: Path(__file__).parent / "chat_model"}
+_PURPOSE = (
+    "A small model that comes with the server, for trying it. It talks about restaurants, hotels, music, "
+    "flights, movies and the weather, and often errs."
+)
 _RANDOM = "random:"
 # With files that are refused, so that a start without a tokenizer names them.
 _HUB_PATTERNS = ("*.json", "*.safetensors", *TOKENIZER_FILES, *OTHER_VOCABULARIES)
@@ -58,6 +62,11 @@ def resolve_model(model: str | Path) -> str:
         # The hub's client raises OSError if it is offline, and for unknown and forbidden models.
         answer = "; ".join(line.strip().rstrip(".") for line in str(error).splitlines() if line.strip())
         raise ConfigError("model", model, expected, f"the hub answered: {answer}") from error
+
+
+def included_purpose(source: str) -> str | None:
+    """Return what a model of this package is for, or None if the source is another one."""
+    return _PURPOSE if source in map(str, _INCLUDED.values()) else None
 
 
 def source_tokenizer(source: str, vocab_size: int) -> Tokenizer | None:

@@ -20,7 +20,7 @@ from pensieve_jax.core.errors import ChatTemplateError, TokenizerMissingError
 from pensieve_jax.core.turn_node import RootFor, new_root
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.model_source import source_tokenizer
-from pensieve_jax.server import cache_view, operations, page, stored_view
+from pensieve_jax.server import cache_view, operations, page, stored_view, tree_view
 from pensieve_jax.server.allocator import return_free_memory, return_large_blocks
 from pensieve_jax.server.anthropic import messages
 from pensieve_jax.server.async_engine import EngineService
@@ -45,7 +45,7 @@ from pensieve_jax.text.token_texts import TokenTexts
 if TYPE_CHECKING:
     from pensieve_jax.server.tracing import Tracing
 _log = logging.getLogger(__name__)
-MODULES = (chat, completions, messages, operations, cache_view, stored_view, page)
+MODULES = (chat, completions, messages, operations, cache_view, stored_view, tree_view, page)
 ROUTES = tuple(route for module in MODULES for route in module.ROUTES)
 
 

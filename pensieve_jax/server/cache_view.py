@@ -1,7 +1,7 @@
 """The HTTP endpoints under `/v1/pensieve/`, which show and control the KV cache of conversations.
 
 Owns: the map of chunks and its stream; why chunks of a turn were dropped; copying a turn's KV cache out
-or dropping it; the engine's counters; the trees of turns that responses make.
+or dropping it; the engine's counters.
 Does not know: how the KV cache is stored, or which client draws it.
 """
 
@@ -16,18 +16,13 @@ from pensieve_jax.core.turn_node import check_turn_id
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
 from pensieve_jax.server.http.errors import ApiError, not_found
-from pensieve_jax.server.http.pagination import limit_of
 from pensieve_jax.server.http.replies import Events, HttpResponse, encode_json, event, json_reply
 from pensieve_jax.server.http.request import HttpRequest
-from pensieve_jax.server.turns.sampling import token_sources
 
 _PERIOD_S: Final = 0.25
 """Interval between two maps of a stream."""
 _GLOBAL: Final = ("free_gpu_pages", "free_cpu_pages")
 """Values of a map that tell about all owners."""
-_NUM_TREES: Final = 100
-_MAX_TREES: Final = 1000
-_MAX_TURNS: Final = 1000
 _PREFIXES: Final = ("resp_", "chatcmpl-", "cmpl-")
 
 
@@ -153,65 +148,10 @@ async def stats(call: HttpRequest) -> HttpResponse:
     return json_reply({**counters, **sizes, "tables": tables})
 
 
-async def trees(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/trees: list conversations made of responses, the most recently active first.
-
-    `limit` defaults to 100 and is at most 1,000.
-    """
-    return await call.run_long(_list_trees, call, limit_of(call.query, _NUM_TREES, _MAX_TREES))
-
-
-async def tree(call: HttpRequest) -> HttpResponse:
-    """GET /v1/pensieve/trees/{root}: list the latest turns of one conversation in order of creation.
-
-    Each distinct `instructions` text is listed once, in order of first use. A turn has its index in the list.
-    """
-    return await call.run_long(_get_tree, call)
-
-
-def _list_trees(call: HttpRequest, limit: int) -> HttpResponse:
-    newest = call.services.history.trees(call.owner, limit)
-    rows = [
-        {
-            "root": tree.root,
-            "num_turns": tree.num_turns,
-            "first_text": tree.first_text,
-            "last_active": tree.last_active_s,
-        }
-        for tree in newest
-    ]
-    return json_reply({"data": rows})
-
-
-def _get_tree(call: HttpRequest) -> HttpResponse:
-    root = call.path["root"]
-    turns = call.services.history.tree(call.owner, root, _MAX_TURNS)
-    if not turns:
-        raise not_found("conversation", root)
-    numbers: dict[str, int] = {}
-    data = [
-        {
-            "id": turn.id,
-            "parent": turn.parent,
-            "instructions": None
-            if not turn.instructions
-            else numbers.setdefault(turn.instructions, len(numbers)),
-            "input": turn.input,
-            "output": turn.output,
-            "status": turn.status,
-            "usage": None if turn.usage is None else token_sources([turn.usage]),
-        }
-        for turn in turns
-    ]
-    return json_reply({"instructions": list(numbers), "data": data})
-
-
 ROUTES: Final = (
     Route("GET", "/v1/pensieve/chunks", chunks),
     Route("GET", "/v1/pensieve/explain", explain),
     Route("POST", "/v1/pensieve/push_out", push_out),
     Route("POST", "/v1/pensieve/forget_state", forget_state),
     Route("GET", "/v1/pensieve/stats", stats),
-    Route("GET", "/v1/pensieve/trees", trees),
-    Route("GET", "/v1/pensieve/trees/{root}", tree),
 )

@@ -23,6 +23,7 @@ from pensieve_jax.core.errors import (
     TokenizerMissingError,
 )
 from pensieve_jax.decoding.turn_spec import check_token_ids
+from pensieve_jax.model_source import included_purpose
 from pensieve_jax.server.anthropic.models import VERSION_HEADER, model_info, model_page
 from pensieve_jax.server.http.app import Route
 from pensieve_jax.server.http.bodies import Body
@@ -104,6 +105,7 @@ async def get_model(call: HttpRequest) -> HttpResponse:
 
 
 def _card(services: Services) -> dict[str, Any]:
+    purpose = included_purpose(services.engine.info.source)
     return {
         "id": services.model_name,
         "object": "model",
@@ -112,6 +114,7 @@ def _card(services: Services) -> dict[str, Any]:
         "root": services.model_name,  # not the local path, which clients must not see
         "parent": None,
         "max_model_len": services.engine.info.limits.max_context_tokens,
+        **({} if purpose is None else {"description": purpose}),
     }
 
 

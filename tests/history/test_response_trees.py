@@ -52,8 +52,13 @@ def test_the_list_of_trees_reads_an_index_and_no_response(tmp_path):
             store._connection.set_trace_callback(queries.append)
             trees.trees(store._connection, "ann", 5)
             store._connection.set_trace_callback(None)
-            (plan, *_) = store._connection.execute(f"EXPLAIN QUERY PLAN {queries[0]}").fetchone()[3:]
-            assert "COVERING INDEX responses_by_tree" in plan
+            steps = [row[3] for row in store._connection.execute(f"EXPLAIN QUERY PLAN {queries[0]}")]
+            reads = [step for step in steps if step.startswith(("SCAN", "SEARCH"))]
+            assert "COVERING INDEX responses_by_tree" in reads[0]
+            assert [step.partition(" (")[0] for step in reads[1:]] == [
+                "SCAN newest",
+                "SEARCH conversations USING INDEX sqlite_autoindex_conversations_1",
+            ]
             store._connection.execute("DROP INDEX responses_by_tree")
 
 

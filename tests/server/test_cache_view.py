@@ -1,14 +1,11 @@
-"""Maps of chunks and trees of turns: limits on the number of streams and the length of lists."""
+"""Maps of chunks: limits on the number of streams."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from typing import Any
 
 from pensieve_jax.core.errors import EngineClosedError, UnknownTurnError
-from pensieve_jax.history.trees import TreeSummary
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.cache_view import ROUTES as STATE_ROUTES
 from pensieve_jax.server.http.settings import ServerSettings
@@ -128,36 +125,3 @@ def test_a_response_that_cannot_be_explained_is_an_error() -> None:
     for name in ("resp_" + "0" * 32, "nothing", "%00"):
         status, body = ask(harness, "GET", f"/v1/pensieve/explain?response_id={name}")
         assert (status, body["error"]["code"]) == (404, "not_found")
-
-
-def test_trees_are_read_outside_the_event_loop():
-    """One owner may have many trees."""
-    threads: list[int] = []
-
-    class History:
-        def trees(self, owner: str, limit: int) -> list[Any]:
-            threads.append(threading.get_ident())
-            return []
-
-        def tree(self, owner: str, root: str, limit: int) -> list[Any]:
-            threads.append(threading.get_ident())
-            return []
-
-    harness = Harness(STATE_ROUTES, history=History())
-    assert ask(harness, "GET", "/v1/pensieve/trees") == (200, {"data": []})
-    assert ask(harness, "GET", "/v1/pensieve/trees/x")[0] == 404
-    assert len(threads) == 2 and threading.get_ident() not in threads
-
-
-def test_a_list_of_trees_has_the_requested_length():
-    class History:
-        def trees(self, owner: str, limit: int) -> list[TreeSummary]:
-            return [TreeSummary("0" * 16, 1, "word", float(limit))]
-
-    harness = Harness(STATE_ROUTES, history=History())
-    for query, limit in (("", 100), ("?limit=7", 7), ("?limit=1000", 1000)):
-        ((row,),) = ask(harness, "GET", f"/v1/pensieve/trees{query}")[1].values()
-        assert (row["last_active"], row["first_text"]) == (limit, "word")
-    for wrong in ("0", "1001", "x", ""):
-        status, body = ask(harness, "GET", f"/v1/pensieve/trees?limit={wrong}")
-        assert (status, body["error"]["param"]) == (400, "limit")

@@ -63,6 +63,7 @@ GUESSES = (
     Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{response}"}),
     Guess("POST", "/v1/completions", {"prompt": "x", "previous_response_id": "{completion}"}),
     Guess("GET", "/v1/pensieve/trees/{root}"),
+    Guess("POST", "/v1/pensieve/trees/{root}", {"title": "Trip"}),
     Guess("GET", "/v1/pensieve/explain?response_id={response}"),
     Guess("GET", "/v1/pensieve/explain?response_id={completion}"),
     Guess("POST", "/v1/pensieve/push_out", {"response_id": "{response}"}),
@@ -155,7 +156,7 @@ def test_every_route_with_an_id_is_covered(tmp_path):
         routes = {shape(route.method, route.path) for route in target.server.routes if "{" in route.path}
     paths = [(guess.method, guess.path.partition("?")[0]) for guess in GUESSES]
     guessed = {shape(method, path) for method, path in paths if "{" in path}
-    of_nobody = {("GET", "/page/{}"), ("GET", "/v1/models/{model:path}")}
+    of_nobody = {("GET", "/page/{}"), ("GET", "/page/vendor/{}"), ("GET", "/v1/models/{model:path}")}
     assert guessed == routes - of_nobody and of_nobody <= routes
 
 

@@ -167,7 +167,7 @@ def test_a_full_server_stays_ready_and_sends_retry_after(path, body, expected_s)
 def test_which_routes_need_a_key(tmp_path):
     path = tmp_path / "keys"
     path.write_text("alice:" + "0" * 64 + "\n")
-    open_to_all = {"/", "/page/{name}", "/health", "/ready"}
+    open_to_all = {"/", "/page/{name}", "/page/vendor/{name}", "/health", "/ready"}
     for host in ("127.0.0.1", "0.0.0.0"):  # behind nginx on this machine, every client has this address
         harness = Harness(ROUTES, settings=ServerSettings(host=host, api_keys_file=str(path)))
         found = set()

@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import flags
 
 from pensieve_jax.commands.launch import run
-from pensieve_lab.serving.page_visit import visiting
+from pensieve_lab.serving.page_visit import browsing, visiting
 from pensieve_lab.serving.served import ServedProcess
 
 FLAGS = flags.FLAGS
@@ -27,7 +27,8 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as private,
         ServedProcess([*_SIZES, f"--history={private}/chats.sqlite"]) as server,
-        visiting(server.address) as visit,
+        browsing() as browser,
+        visiting(server.address, browser=browser) as visit,
     ):
         visit.say("Hi! My name is Ada. I am looking for a place to eat in San Jose.")
         visit.say("Italian please, something cheap.")
@@ -40,6 +41,10 @@ def main() -> int:
         visit.say("What is my name?")
         visit.wait_for_frame()
         visit.picture(directory / "forks.png")
+        for name, size, dark in (("tablet", (768, 900), False), ("phone", (390, 844), True)):
+            with visiting(visit.page.url, browser=browser, size=size, dark=dark, touch=True) as other:
+                other.replies.last.wait_for()
+                other.picture(directory / f"{name}.png")
     return 0
 
 

@@ -78,6 +78,10 @@ class Visit:
         """Press a button by its name."""
         self.page.get_by_role("button", name=button, exact=True).click()
 
+    def open_settings(self) -> None:
+        """Unfold the settings, which are folded at first."""
+        self.page.locator("#settings > summary").click()
+
     def hold_streams(self) -> None:
         """Hold back replies until `release_streams`."""
         self.page.route("**/v1/responses", lambda route: None)
@@ -95,7 +99,7 @@ class Visit:
         """Wait until the map shows at least `at_least` chunks in a place."""
         self.page.wait_for_function(
             "([name, least]) => [...document.querySelectorAll('#legend li')].some(row => "
-            "row.textContent.startsWith(name + ' ') && Number(row.querySelector('b').textContent) >= least)",
+            "row.textContent.startsWith(name + ' ') && Number(row.querySelector('b')?.textContent) >= least)",
             arg=[name, at_least],
         )
 
@@ -142,7 +146,12 @@ def browsing() -> Iterator[Browser]:
 
 @contextmanager
 def visiting(
-    address: str, *, browser: Browser | None = None, dark: bool = False, size: tuple[int, int] = (1280, 760)
+    address: str,
+    *,
+    browser: Browser | None = None,
+    dark: bool = False,
+    size: tuple[int, int] = (1280, 760),
+    touch: bool = False,
 ) -> Iterator[Visit]:
     """Open a window with the page; it shares neither storage nor cookies with other visits.
 
@@ -151,11 +160,15 @@ def visiting(
       browser: browser from `browsing`; None starts one for this visit.
       dark: whether the page is told that the user prefers dark colours.
       size: width and height of the window in pixels.
+      touch: whether the screen is touched, as a phone's.
     """
     width, height = size
     with nullcontext(browser) if browser is not None else browsing() as there:
         context = there.new_context(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light"
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            has_touch=touch,
+            is_mobile=touch,
         )
         try:
             yield Visit(context.new_page(), address)

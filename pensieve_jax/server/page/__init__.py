@@ -21,9 +21,11 @@ _TYPES: Final = {
     "js": "text/javascript; charset=utf-8",
 }
 _HEADERS: Final = {
-    # No other origins and no inline scripts, so that text from a model never runs as a script.
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    # No other origins and no inline scripts, so that text from a model never runs as a script. Only DOMPurify
+    # may make elements from text.
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
@@ -31,12 +33,14 @@ _HEADERS: Final = {
 
 
 def _read() -> dict[str, BytesResponse]:
-    """Read every file of the page, by name."""
+    """Read every file of the page, by its path; vendor/ has copies of other projects."""
+    root = resources.files(__package__)
     files = {}
-    for file in resources.files(__package__).iterdir():
-        suffix = file.name.rpartition(".")[2]
-        if suffix in _TYPES:
-            files[file.name] = BytesResponse(file.read_bytes(), _TYPES[suffix], headers=_HEADERS)
+    for folder, prefix in ((root, ""), (root / "vendor", "vendor/")):
+        for file in folder.iterdir():
+            suffix = file.name.rpartition(".")[2]
+            if suffix in _TYPES:
+                files[prefix + file.name] = BytesResponse(file.read_bytes(), _TYPES[suffix], headers=_HEADERS)
     return files
 
 
@@ -50,7 +54,15 @@ async def index(call: HttpRequest) -> HttpResponse:
 
 async def asset(call: HttpRequest) -> HttpResponse:
     """Answer GET /page/{name} with a script or style sheet of the page."""
-    name = call.path["name"]
+    return _file(call.path["name"])
+
+
+async def vendored(call: HttpRequest) -> HttpResponse:
+    """Answer GET /page/vendor/{name} with a script of another project."""
+    return _file(f"vendor/{call.path['name']}")
+
+
+def _file(name: str) -> HttpResponse:
     if name not in _FILES:
         raise ApiError(404, "unknown_url", f"The file {name!r} does not exist.")
     return _FILES[name]
@@ -59,4 +71,5 @@ async def asset(call: HttpRequest) -> HttpResponse:
 ROUTES: Final = (
     Route("GET", "/", index, needs_key=False),
     Route("GET", "/page/{name}", asset, needs_key=False),
+    Route("GET", "/page/vendor/{name}", vendored, needs_key=False),
 )

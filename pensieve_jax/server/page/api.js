@@ -31,4 +31,5 @@ async function ask(method, path, body, signal) {
 
 export const get = async (path) => (await ask("GET", path)).json();
 export const post = async (path, body) => (await ask("POST", path, body)).json();
+export const remove = async (path) => (await ask("DELETE", path)).json();
 export const stream = async (method, path, body, signal) => eventsOf(await ask(method, path, body, signal));

@@ -1,11 +1,29 @@
 // The map of chunks: a row for each branch, a cell for each chunk, a colour for each tier. Each conversation has a
 // title, in the order of the list.
 
+import { make } from "./dom.js";
+import { nameOf } from "./list.js";
+
 const STATES = { g: "gpu", b: "both", c: "cpu", l: "loading", v: "loading", d: "dropped" };
 const NAMES = { gpu: "device", both: "device and host", cpu: "host", loading: "on its way", dropped: "dropped" };
+const DETAILS = {
+  gpu: "In device memory; in the bar of a reply: found there",
+  both: "In device memory, with a copy in host memory",
+  cpu: "In host memory; in the bar of a reply: copied back from there",
+  loading: "Copied between the two",
+  dropped: "In neither, so the next turn computes it again; in the bar of a reply: computed again",
+  new: "In the bar of a reply: tokens that were computed for the first time",
+};
 const CELL = { width: 10, height: 14, gap: 2 };
 const TITLE = { height: 20, base: 14, font: "12.5px system-ui, sans-serif" };
 const UNLISTED = { known: "not in the list", begins: "a first turn, being answered" };
+
+/** An entry of the legend, which explains the map and the bars of replies. */
+function entry(colour, ...words) {
+  const item = Object.assign(make("li"), { title: DETAILS[colour] });
+  item.append(make("i", colour), ...words);
+  return item;
+}
 
 /** Expand run lengths: "3g2c1d" is three chunks on the device, two in host memory and one dropped. */
 export function unpack(runs) {
@@ -35,13 +53,10 @@ export class ChunkMap {
     this.counts = {};
     this.places = []; // {root, bottom} of the rows, from top to bottom
     for (const [state, name] of Object.entries(NAMES)) {
-      const mark = Object.assign(document.createElement("i"), { className: state });
-      const count = document.createElement("b");
-      const item = document.createElement("li");
-      item.append(mark, `${name} `, count);
-      legend.append(item);
-      this.counts[state] = count;
+      this.counts[state] = make("b");
+      legend.append(entry(state, `${name} `, this.counts[state]));
     }
+    legend.append(entry("new", "new tokens"));
     const at = (event) => this.places.find((place) => event.offsetY < place.bottom)?.root;
     canvas.onclick = (event) => at(event) && open(at(event));
     canvas.onmousemove = (event) => (canvas.style.cursor = at(event) ? "pointer" : "");
@@ -49,7 +64,7 @@ export class ChunkMap {
 
   /** Draw the map that the server sent; return whether the branch of `turn` is in it, which is framed. */
   draw(latest, turn, listed) {
-    const names = new Map(listed.map((row, index) => [row.root, { index, name: row.first_text || "(no text)" }]));
+    const names = new Map(listed.map((row, index) => [row.root, { index, name: nameOf(row) }]));
     const rows = latest.branches.map((branch) => {
       const root = branch.turn_id?.slice(0, 16);
       const row = names.get(root) ?? { index: listed.length, name: root ? UNLISTED.known : UNLISTED.begins };

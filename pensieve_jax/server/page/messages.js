@@ -1,25 +1,12 @@
-// The turns of the shown branch. Text of users and models is only set as textContent, never as HTML.
+// The turns of the shown branch. Texts of users are shown as they are, replies as Markdown.
 
-const make = (tag, className, text) => Object.assign(document.createElement(tag), { className, textContent: text ?? "" });
+import { originBar, originWords, speedWords } from "./account.js";
+import { copyButton } from "./copy.js";
+import { make, makeButton, onEnter } from "./dom.js";
+import { folded, ReplyBody, textOf } from "./reply.js";
+import { speedOf } from "./speed.js";
 
-const PARTS = [
-  ["reused", "gpu_tokens", "found on the device"],
-  ["swapped", "cpu_tokens", "copied back from host memory"],
-  ["recomputed", "recomputed_tokens", "computed again"],
-  ["new", "prefilled_tokens", "new"],
-];
-
-/** Show where a turn's tokens came from, as a bar and in words. */
-function account(usage) {
-  const bar = make("div", "bar");
-  for (const [name, field] of PARTS) {
-    const part = make("span", name);
-    part.style.flexGrow = usage[field];
-    bar.append(part);
-  }
-  const words = PARTS.filter(([, field]) => usage[field]).map(([, field, what]) => `${usage[field]} ${what}`);
-  return [bar, make("span", "told", `tokens: ${words.join(", ")}`)];
-}
+const NEAR_PX = 80; // a reader this near to the end follows the reply
 
 export class Messages {
   /** `say(input, parent)` sends a turn; `look(id)` shows the branch of a turn. */
@@ -28,12 +15,14 @@ export class Messages {
     this.say = say;
     this.look = look;
     this.isBusy = false;
+    this.frame = null; // of the next redraw of the reply that is streaming
   }
 
-  /** Show a tree's path, or `greeting` if the tree is empty. */
-  show(tree, { isBusy = false, greeting = "" } = {}) {
+  /** Show a tree's path, or `greeting` (paragraphs) if the tree is empty. */
+  show(tree, { isBusy = false, greeting = [] } = {}) {
     this.tree = tree;
     this.isBusy = isBusy;
+    this.#stopGrowing();
     const had = this.section.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
     const shown = [];
     let instructions = null;
@@ -44,7 +33,8 @@ export class Messages {
       instructions = turn.instructions ?? null;
       shown.push(this.#user(turn), this.#reply(turn));
     }
-    this.section.replaceChildren(...(shown.length ? shown : [make("p", "greeting", greeting)]));
+    this.section.replaceChildren(...(shown.length ? shown : [this.#greeting(greeting)]));
+    this.section.ariaBusy = String(isBusy); // a reply is read out once it is complete
     if (had) this.#focus(had);
   }
 
@@ -52,16 +42,30 @@ export class Messages {
     this.section.scrollTop = this.section.scrollHeight;
   }
 
-  /** Show the text so far of the reply that is streaming. */
-  grow(text) {
-    this.section.lastElementChild.querySelector(".text").textContent = text;
-    this.toEnd();
+  /** Show the items so far of the reply that is streaming, with the next frame. */
+  grow(items) {
+    this.frame ??= requestAnimationFrame(() => {
+      this.frame = null;
+      const { scrollTop, scrollHeight, clientHeight } = this.section;
+      this.running?.show(items, true);
+      if (scrollHeight - scrollTop - clientHeight < NEAR_PX) this.toEnd();
+    });
+  }
+
+  #stopGrowing() {
+    if (this.frame !== null) cancelAnimationFrame(this.frame);
+    this.frame = this.running = null;
+  }
+
+  #greeting(paragraphs) {
+    const greeting = make("div", "greeting");
+    greeting.append(...paragraphs.map((text) => make("p", "", text)));
+    return greeting;
   }
 
   #button(text, act, name, label) {
-    const button = Object.assign(make("button", "", text), { type: "button", onclick: act, disabled: this.isBusy });
+    const button = Object.assign(makeButton(text, act, label), { disabled: this.isBusy });
     button.dataset.act = name;
-    if (label) button.ariaLabel = button.title = label;
     return button;
   }
 
@@ -74,11 +78,21 @@ export class Messages {
   }
 
   #user(turn) {
-    const article = make("article", "user");
+    const article = Object.assign(make("article", "user"), { ariaLabel: "You" });
+    article.append(...(turn.results ?? []).map((text) => this.#result(text)));
+    if (!turn.input) return article; // a client sent results only
     const tools = make("div", "tools");
     tools.append(this.#button("Edit", () => this.#edit(article, turn), `edit ${turn.id}`), ...this.#versions(turn));
     article.append(make("div", "text", turn.input), tools);
     return article;
+  }
+
+  /** A tool's result, which a client sent. */
+  #result(text) {
+    const result = folded("call", "arguments");
+    result.firstChild.textContent = "Result of a tool";
+    result.lastChild.textContent = text;
+    return result;
   }
 
   /** Buttons to the sibling turns, which come from edits and repeated requests. */
@@ -111,18 +125,28 @@ export class Messages {
   }
 
   #reply(turn) {
-    const article = make("article", "reply");
-    const tools = make("div", "tools");
-    article.append(make("div", "text", turn.output));
-    if (turn.usage) {
-      const [bar, counts] = account(turn.usage);
-      article.append(bar);
-      tools.append(counts);
-    }
-    if (turn.status === "incomplete") tools.append(make("span", "", "cut at the maximum of reply tokens"));
-    if (turn.status !== "in_progress") tools.append(this.#button("Again", () => this.say(turn.input, turn.parent), `again ${turn.id}`));
-    article.append(tools);
+    const article = Object.assign(make("article", "reply"), { ariaLabel: "Reply" });
+    const isRunning = turn.status === "in_progress";
+    const body = new ReplyBody();
+    body.show(turn.output, isRunning);
+    if (isRunning) this.running = body;
+    article.append(body.element);
+    if (turn.usage) article.append(originBar(turn.usage));
+    if (!isRunning) article.append(this.#replyTools(turn));
     return article;
+  }
+
+  #replyTools(turn) {
+    const [tools, told, buttons] = [make("div", "tools"), make("div", "account"), make("div", "buttons")];
+    const speed = speedOf(turn.id);
+    if (turn.usage) told.append(originWords(turn.usage));
+    if (speed) told.append(speedWords(speed));
+    if (turn.status === "incomplete") told.append(make("span", "", "cut at the maximum of reply tokens"));
+    const again = () => this.say(turn.input, turn.parent);
+    buttons.append(copyButton("reply", () => textOf(turn.output)));
+    if (turn.input) buttons.append(this.#button("Again", again, `again ${turn.id}`));
+    tools.append(told, buttons);
+    return tools;
   }
 
   /** Restore the focus after a redraw; if the focused arrow is disabled now, focus the other one. */
@@ -132,14 +156,4 @@ export class Messages {
     const of = (name) => buttons.find((button) => button.dataset.act === name);
     (of(act) ?? of(other))?.focus({ preventScroll: true });
   }
-}
-
-/** Send on Enter; Shift+Enter starts a new line. */
-export function onEnter(text, send) {
-  text.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      send();
-    }
-  });
 }

@@ -1,11 +1,15 @@
 // The page: which conversation is open, which requests are sent, and what the other modules show.
 
-import { get, key, post, Refused, stream } from "./api.js";
+import { get, key, post } from "./api.js";
 import { ChunkMap } from "./chunks.js";
+import { onEnter } from "./dom.js";
 import { List } from "./list.js";
-import { Messages, onEnter } from "./messages.js";
+import { ManageDialog } from "./manage.js";
+import { Messages } from "./messages.js";
 import { Notice } from "./notice.js";
+import { streamReply } from "./reply_stream.js";
 import { Settings } from "./settings.js";
+import { keepSpeed } from "./speed.js";
 import { StatePanel } from "./state.js";
 import { Tree } from "./tree.js";
 
@@ -14,6 +18,7 @@ const GREETING =
   "The server keeps the KV cache of its conversations, so that a turn computes only new tokens. " +
   "Edit a message, or ask for a reply again: both branches stay.";
 let model = "";
+let description = ""; // what the server says about a model that comes with it
 let tree = new Tree();
 let running = null; // the AbortController of the reply that is streaming
 let opening = null; // the root of the conversation that is loading
@@ -23,8 +28,9 @@ const addressed = () => location.hash.slice(1); // the turn whose branch is show
 const rootOf = (turn) => turn.slice(0, 16);
 
 const notice = new Notice($("notice"));
-const settings = new Settings({ instructions: $("instructions"), temperature: $("temperature"), maxTokens: $("max-tokens") });
-const list = new List($("trees"));
+const settings = new Settings({ instructions: $("instructions"), fields: [...$("fields").querySelectorAll("input, select")] });
+const dialog = new ManageDialog($("manage"), { changed });
+const list = new List({ nav: $("trees"), search: $("search"), found: $("found") }, { manage: (row) => dialog.open(row), more: reload });
 const messages = new Messages($("messages"), { say, look });
 const map = new ChunkMap($("chunks"), $("legend"), $("totals"), (root) => (location.hash = root));
 const state = new StatePanel({ map, unseen: $("unseen"), chunkTokens: $("chunk-tokens") }, { reached, lost });
@@ -53,16 +59,35 @@ function askForKey() {
 
 function show() {
   const isBusy = running !== null;
-  messages.show(tree, { isBusy, greeting: GREETING });
-  for (const id of ["push-out", "forget"]) $(id).disabled = !tree.tip || isBusy;
-  state.show({ turn: turnId(tree.tip), isBusy, rows: list.rows });
+  messages.show(tree, { isBusy, greeting: [GREETING, description].filter(Boolean) });
+  for (const id of ["push-out", "drop"]) $(id).disabled = !tree.tip || isBusy;
+  showState();
 }
 
-async function reload() {
-  await attempt(() => list.load(tree.root));
+function showState() {
   state.show({ turn: turnId(tree.tip), isBusy: running !== null, rows: list.rows });
 }
-list.onmore = reload;
+
+/** Load the list, which also names the conversations of the map. */
+async function loadList() {
+  list.current = tree.root;
+  await list.load();
+  showState();
+}
+
+function reload() {
+  return attempt(loadList);
+}
+
+/** Update the page after a conversation got a name or was deleted. */
+async function changed(root, isDeleted) {
+  if (isDeleted && root === tree.root) {
+    history.pushState(null, "", location.pathname);
+    begin();
+  }
+  await reload();
+  list.focus(root);
+}
 
 /** Show the turn that the address names. The browser's history and all links change the address. */
 async function visit() {
@@ -124,11 +149,16 @@ function look(id) {
 
 async function say(input, parent) {
   if (!input.trim() || running) return;
+  if (settings.problem) {
+    if (!$("text").value) $("text").value = input;
+    notice.tell(settings.problem, true);
+    return;
+  }
   notice.clear();
   const here = tree; // the user may open another conversation meanwhile, which changes `tree`
   const before = here.tip;
   const mine = (running = new AbortController());
-  const turn = { id: "running", parent, input, output: "", status: "in_progress", instructions: settings.instructions };
+  const turn = { id: "running", parent, input, output: [], status: "in_progress", instructions: settings.instructions };
   here.add(turn);
   showSending(true);
   show();
@@ -144,7 +174,8 @@ async function say(input, parent) {
   }
   if (ended) {
     here.root = rootOf(turnId(ended.id));
-    here.add({ ...turn, id: ended.id, status: ended.status, usage: ended.usage?.pensieve });
+    const { id, status, output, usage } = ended;
+    here.add({ ...turn, id, status, output, usage: usage?.pensieve });
   }
   if (tree === here) settle(here, turn, ended, mine.signal.aborted);
   show();
@@ -172,24 +203,14 @@ function showSending(isSending) {
 
 /** Stream a reply into `turn`; return the final response object. */
 async function run(turn, signal, here) {
-  const body = { model, input: turn.input, stream: true, ...settings.sent };
+  const body = { model, input: turn.input, ...settings.sent };
   if (turn.parent) body.previous_response_id = turn.parent;
-  const events = await stream("POST", "/v1/responses", body, signal);
-  try {
-    for await (const event of events) {
-      if (event.type === "response.output_text.delta") {
-        turn.output += event.delta;
-        if (tree === here) messages.grow(turn.output);
-      } else if (event.type === "response.failed") {
-        throw new Refused(event.response.error?.message ?? "The reply failed; send the message again.");
-      } else if (event.type === "response.completed" || event.type === "response.incomplete") {
-        return event.response;
-      }
-    }
-  } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // fetch raises it when a stream breaks off
-  }
-  throw new Refused("The connection closed before the reply ended; send the message again.");
+  const { response, speed } = await streamReply(body, signal, (items) => {
+    turn.output = items;
+    if (tree === here) messages.grow(items);
+  });
+  if (speed) keepSpeed(response.id, speed);
+  return response;
 }
 
 // Losing and regaining the server
@@ -210,8 +231,11 @@ async function start() {
   await attempt(async () => {
     const [first] = (await get("/v1/models")).data;
     model = first.id;
+    description = first.description ?? "";
     if (addressed()) await visit();
-    await list.load(tree.root);
+    else show();
+    await loadList();
+    $("description").textContent = description;
     $("model").textContent = `${model}, up to ${first.max_model_len} tokens`;
   });
 }
@@ -238,9 +262,12 @@ async function act(path) {
   await attempt(() => post(path, { response_id }));
 }
 $("push-out").onclick = () => act("/v1/pensieve/push_out");
-$("forget").onclick = () => act("/v1/pensieve/forget_state");
+$("drop").onclick = () => act("/v1/pensieve/forget_state");
+// What a message or a setting was refused for may be mended by the next letter.
+for (const id of ["text", "settings"]) $(id).addEventListener("input", () => notice.clear());
 $("key").value = key.get();
-$("key").onchange = () => {
+$("key-form").onsubmit = (event) => {
+  event.preventDefault();
   notice.clear();
   key.set($("key").value);
   start();

@@ -8,7 +8,7 @@ export class Tree {
     this.tip = null;
   }
 
-  /** Add a turn {id, parent, input, output, usage, status}, which becomes the tip. */
+  /** Add a turn {id, parent, input, output (items), usage, status}, which becomes the tip. */
   add(turn) {
     this.turns.set(turn.id, turn);
     this.tip = turn.id;
