@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pensieve_jax import LLM, Output, PensieveError, Stream
+from pensieve_jax import Output, PensieveError
 from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.messages import text_with_calls
+
+if TYPE_CHECKING:  # these import JAX
+    from pensieve_jax import LLM, Stream
 
 MARKUP_TOKENS = 8
 """Approximate tokens that a chat template adds to a message."""

@@ -1,6 +1,6 @@
 """Batch generation: conversations in, turns out, both as JSON lines.
 
-    pensieve generate --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
+    pensieve generate path/to/model --input=prompts.jsonl --output=turns.jsonl
 
 Input: docs/formats.md has the format; a line is, for example,
     {"conversation_id": "ada", "turns": [{"messages": [{"role": "user", "content": "Hello"}]}]}
@@ -38,12 +38,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 from tqdm import tqdm
 
 from pensieve_jax import (
-    LLM,
     ContextLengthError,
     InvalidRequestError,
     Output,
@@ -59,6 +59,7 @@ from pensieve_jax.commands.conversations_file import (
 )
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
+    check_engine_flags,
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
@@ -67,9 +68,11 @@ from pensieve_jax.commands.engine_flags import (
     open_llm,
     sampling_params,
     shows_progress,
+    take_model_word,
 )
 from pensieve_jax.commands.help import require
-from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED
+from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, Interrupt
 from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
@@ -79,6 +82,9 @@ from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import PromptEncoder
+
+if TYPE_CHECKING:  # it imports JAX
+    from pensieve_jax import LLM
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -205,6 +211,7 @@ def main() -> int:
     """Run every turn of the input; return the exit status."""
     if FLAGS.concurrency < 1:
         raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
+    runner = engine_config().runner
     try:
         output = Path(FLAGS.output)
         check_paths(Path(FLAGS.input), output, FLAGS.history)
@@ -220,8 +227,8 @@ def main() -> int:
                 "a file of conversations that can be read",
                 error.strerror or str(error),
             ) from error
+        check_engine_flags()
         model, max_context_tokens = model_limits()
-        runner = engine_config().runner
         limits = ModelLimits(
             model.vocab_size,
             max_context_tokens,
@@ -252,6 +259,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of this many others.")
     flags.DEFINE_string("timeline", None, "Plot of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()
+    take_model_word()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     define_history_flag()
     define_sampling_flags(max_tokens=64)

@@ -11,10 +11,13 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pensieve_jax import LLM, InvalidRequestError, Output, UnknownConversationError
+from pensieve_jax import InvalidRequestError, Output, UnknownConversationError
 from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
+
+if TYPE_CHECKING:  # it imports JAX
+    from pensieve_jax import LLM
 
 type OutputLine = dict[str, Any]
 
