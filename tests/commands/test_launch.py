@@ -48,7 +48,11 @@ BAD_FLAGS = (
     ("chat", "--top_p=most", "error: flag --top_p=most: must be a number\n"),
     ("chat", "--stateful=perhaps", "error: flag --stateful=perhaps: must be true or false\n"),
     ("chat", "one two", "error: ConfigError: model is"),
-    ("generate", "--concurrency=2", "error: --input is missing: JSON lines of conversations (.gz too)."),
+    (
+        "generate",
+        "--concurrency=2",
+        "error: --input is missing: JSON lines of conversations, or lines of text (.gz too).",
+    ),
     ("generate", "in.jsonl", "error: --input is missing: "),
     ("compare_variants", "model", "error: unexpected arguments: model\n"),
     ("convert_checkpoint", "--seed=1", "\n--target is missing: Directory to write"),
@@ -124,7 +128,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for the KV cache; " in cache
     assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
-    assert "  --input: JSON lines of conversations (.gz too). (required)\n" in own
+    assert "  --input: JSON lines of conversations, or lines of text (.gz too). (required)\n" in own
     assert "  --stop: A string that ends the reply. (may be given several times)\n" in sampling
     assert "--verbosity" not in text and "--helpfull" in text
     full = starts["scripts/generate.py", "--helpfull"]
