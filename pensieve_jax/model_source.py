@@ -28,6 +28,8 @@ _PURPOSE = (
     "flights, movies and the weather, and often errs."
 )
 _RANDOM = "random:"
+# A directory with one of these is read by `model_defs`, whose errors name the formats that are not supported.
+_MODEL_SUFFIXES = frozenset((".json", ".safetensors", ".gguf", ".bin", ".pt", ".pth"))
 # With files that are refused, so that a start without a tokenizer names them.
 _HUB_PATTERNS = ("*.json", "*.safetensors", *TOKENIZER_FILES, *OTHER_VOCABULARIES)
 
@@ -44,7 +46,11 @@ def resolve_model(model: str | Path) -> str:
     name = str(model)
     if model in _INCLUDED:
         return str(_INCLUDED[name])
-    if name.startswith(_RANDOM) or Path(name).is_dir():
+    if name.startswith(_RANDOM):
+        return name
+    if Path(name).is_dir():
+        if not any(file.suffix in _MODEL_SUFFIXES for file in Path(name).iterdir()):
+            raise ConfigError("model", name, expected, "the directory has no config.json and no weights")
         return name
     if Path(name).is_file():
         hint = "it is a file; give the directory that holds the model's safetensors"

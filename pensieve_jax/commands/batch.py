@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pensieve_jax import LLM, Output, PensieveError, Stream
+from pensieve_jax import Output, PensieveError
 from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
 from pensieve_jax.text import Tokenizer
 from pensieve_jax.text.messages import text_with_calls
+
+if TYPE_CHECKING:  # these import JAX
+    from pensieve_jax import LLM, Stream
 
 MARKUP_TOKENS = 8
 """Approximate tokens that a chat template adds to a message."""
@@ -38,7 +41,7 @@ class BatchRun:
     """Run of all remaining turns.
 
     Attributes:
-      failures: (line number, turn, error) of conversations that failed.
+      failures: (conversation, turn, error) of conversations that failed.
       outputs: outputs of the finished turns.
     """
 
@@ -54,7 +57,7 @@ class BatchRun:
 
         `num_done` maps conversations to the number of their turns that need not run; the default is 0.
         """
-        self.failures: list[tuple[int, int, PensieveError]] = []
+        self.failures: list[tuple[InputConversation, int, PensieveError]] = []
         self.outputs: list[Output] = []
         self._llm = llm
         self._concurrency = concurrency
@@ -74,13 +77,13 @@ class BatchRun:
     def run(
         self,
         *,
-        ended: Callable[[InputTurn, int, Output], object],
+        ended: Callable[[InputConversation, int, Output], object],
         after_step: Callable[[], object],
         interrupt: Interruptible,
     ) -> None:
         """Run until all turns have finished. An interrupt cancels the unfinished turns.
 
-        `ended` is called with each finished turn, its index in its conversation, and the output.
+        `ended` is called with the conversation and the index of each finished turn, and the output.
         """
         try:
             self._begin_what_fits()
@@ -104,11 +107,11 @@ class BatchRun:
         self,
         conversation: InputConversation,
         output: Output,
-        ended: Callable[[InputTurn, int, Output], object],
+        ended: Callable[[InputConversation, int, Output], object],
     ) -> None:
         """Record a finished turn, and submit the next one at once."""
         index = self._next[conversation.conversation_id]
-        ended(conversation.turns[index], index, output)
+        ended(conversation, index, output)
         self.outputs.append(output)
         total, count = self._reply_tokens
         self._reply_tokens = total + output.usage.output_tokens, count + 1
@@ -137,7 +140,7 @@ class BatchRun:
 
     def _fail(self, conversation: InputConversation, error: PensieveError) -> None:
         index = self._next[conversation.conversation_id]
-        self.failures.append((conversation.line_number, index, error))
+        self.failures.append((conversation, index, error))
 
     def _num_pages(self, conversation: InputConversation) -> int:
         """Estimate the pages of a whole conversation from the average length of the replies so far."""

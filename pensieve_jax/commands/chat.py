@@ -1,20 +1,20 @@
 """Chat in the terminal, with streamed replies.
 
     pensieve chat
-    pensieve chat --model=path/to/model --history=chats.sqlite --temperature=0.7
+    pensieve chat path/to/model --history=chats.sqlite --temperature=0.7
     pensieve chat --system="You are a friendly assistant who answers in short sentences."
 
-Without --model it uses the small model that comes with the library, which talks about restaurants, music,
+Without a model it uses the small model that comes with the library, which talks about restaurants, music,
 flights and the like, and remembers facts from earlier turns. A step computes one token of a conversation, or
 a part of a prompt; `--token_buckets` has sizes for both. Compiled steps are stored for the next start in
 `--compilation_cache_dir` (empty: not stored).
 
 Messages use the model's chat template if it has one, otherwise plain text. On a terminal, lines of any length
 are edited and recalled as in a shell; pasted text is one message, and a line that ends in \\ continues on the
-next line. After each reply stands where the KV cache of its history was: in device memory, in host memory, or
-recomputed. Ctrl-C cancels a reply as if its line had never been sent; at the prompt it drops the line, and a
-second Ctrl-C leaves. `/help` lists the commands. Input may be a pipe: then each line is a message, and only
-replies are written.
+next line. What is typed during a reply begins the next line, and is sent only then. After each reply stands
+where the KV cache of its history was: in device memory, in host memory, or recomputed. Ctrl-C cancels a reply
+as if its line had never been sent; at the prompt it drops the line, and a second Ctrl-C leaves. `/help` lists
+the commands. Input may be a pipe: then each line is a message, and only replies are written.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from pathlib import Path
 
 from absl import flags
 
-from pensieve_jax import InvalidRequestError
+from pensieve_jax import InvalidRequestError, SamplingParams
 from pensieve_jax.commands.chat_session import COMMANDS, Chat
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
+    check_engine_flags,
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
     open_llm,
     sampling_params,
     shows_progress,
+    take_model_word,
 )
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED
 from pensieve_jax.commands.launch import Interrupt, printable
 from pensieve_jax.commands.line_input import LineInput
 from pensieve_jax.commands.words import SMALL_MODEL
@@ -64,7 +67,12 @@ def main() -> int:
     """Chat until the end of input; return the exit status."""
     params = sampling_params()
     check_conversation_id(FLAGS.conversation_id, "--conversation_id")
-    lines = open_lines()
+    check_engine_flags()
+    with open_lines() as lines:
+        return _chat_with(lines, params)
+
+
+def _chat_with(lines: LineInput, params: SamplingParams) -> int:
     tells = lines.is_terminal if FLAGS.accounts is None else FLAGS.accounts
     if not shows_progress() and FLAGS.progress is None:
         print("loading; the first start compiles for a minute or more", file=sys.stderr)
@@ -74,8 +82,7 @@ def main() -> int:
             print(f"model {FLAGS.model}, conversation {chat.conversation_id}; /help lists commands")
             if FLAGS.model == DEFAULT_MODEL:
                 print(INTRODUCTION)
-        converse(chat, lines)
-    return 0
+        return converse(chat, lines)
 
 
 def open_lines() -> LineInput:
@@ -95,8 +102,8 @@ def open_lines() -> LineInput:
         return LineInput(None, COMMANDS)
 
 
-def converse(chat: Chat, lines: LineInput) -> None:
-    """Handle messages until `/quit` or the end of input."""
+def converse(chat: Chat, lines: LineInput) -> int:
+    """Handle messages until `/quit` or the end of input, and return the exit status."""
     interrupted = False
     while True:
         try:
@@ -106,15 +113,17 @@ def converse(chat: Chat, lines: LineInput) -> None:
             continue
         except (EOFError, KeyboardInterrupt) as end:
             print()
-            if isinstance(end, EOFError) or interrupted or not lines.is_terminal:
-                return
+            if isinstance(end, EOFError):
+                return 0
+            if interrupted or not lines.is_terminal:
+                return EXIT_INTERRUPTED
             interrupted = True
             print(LEAVING)
             continue
         interrupted = False
         with Interrupt():  # a Ctrl-C between two replies must not end the session
             if not chat.handle(line):
-                return
+                return 0
 
 
 def define_flags() -> None:
@@ -132,6 +141,7 @@ def define_flags() -> None:
         "File that stores your lines for the next session, readable only by you; empty: none.",
     )
     define_engine_flags()
+    take_model_word()
     for name, value in DEFAULTS.items():
         FLAGS.set_default(name, value)
     define_history_flag()

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from pensieve_jax import (
-    LLM,
     ChatTemplateError,
     ContextLengthError,
     Output,
     PensieveError,
     SamplingParams,
     SharedPrefix,
-    Stream,
     TokenizerMissingError,
-    Turn,
     UnknownConversationError,
 )
 from pensieve_jax.commands.launch import Interrupt, one_line, printable
@@ -28,6 +25,9 @@ from pensieve_jax.commands.report import table
 from pensieve_jax.commands.words import describe_usage, device_memory, format_count
 from pensieve_jax.history import TurnRecord
 from pensieve_jax.text.messages import text_with_calls
+
+if TYPE_CHECKING:  # these import JAX
+    from pensieve_jax import LLM, Stream, Turn
 
 CUT: Final = "--max_tokens, or the context is full"
 NO_TURNS: Final = "this conversation has no turns yet"

@@ -1,15 +1,23 @@
-"""Input format of `generate.py`: conversations in JSON lines.
+"""Input formats of `generate`: conversations, requests and prompts, one on a line.
 
-Owns: the format, and the errors of a line. Does not know: models; the caller checks ids against a vocabulary.
+Owns: the formats, and the errors of a line.
+Does not know: models; the caller checks ids against a vocabulary.
 
-A line is an object:
-  conversation_id  any non-empty string, also under the key `id`; the default is "line-<number>"
-  turns            a list of at least one turn. A turn is
-                     {"prompt": "text"}, {"prompt": [ids]} or {"messages": [{"role": ..., "content": ...}]}.
-                     It may have fields of SamplingParams, which apply to this turn only. Or it is
-                     ["U", "text"]: a turn of recorded dialogues; turns of other speakers are skipped.
-Other keys are errors, except `services`, which published dialogues have. Files named *.gz are decompressed.
-Blank lines are skipped.
+A line of JSON is an object of one of these forms. Without `conversation_id` or `id`, a conversation is named
+"line-<number>".
+  {"turns": [...]}     a conversation of at least one turn. A turn is {"prompt": "text"}, {"prompt": [ids]} or
+                       {"messages": [{"role": ..., "content": ...}]}. It may have fields of SamplingParams,
+                       which apply to this turn only. Or it is ["U", "text"]: a turn of recorded dialogues;
+                       turns of other speakers are skipped.
+  {"messages": [...]}  one turn, which answers the last message. If the assistant wrote that, as in data for
+                       fine-tuning, it is left out.
+  {"prompt": ...}      one turn without the chat template.
+  {"custom_id": ...}   a request of OpenAI's batch format (`batch_format`).
+The middle two take fields of SamplingParams, too. Other keys are errors, except `services`, which published
+dialogues have.
+
+In a file whose first line does not begin with { or [, and whose name does not end in .json or .jsonl, each
+line is a user's message as plain text. Files named *.gz are decompressed. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Iterator
@@ -25,20 +34,28 @@ from pathlib import Path
 from typing import Any
 
 from pensieve_jax import InvalidRequestError, SamplingParams
+from pensieve_jax.commands.batch_format import is_request, read_request
 from pensieve_jax.core.conversation import is_conversation_id
 from pensieve_jax.text import Message, check_messages
 
 _USER = "U"
 _ABOUT = ("services",)  # metadata of a recorded dialogue in Schema-Guided Dialogue
+_NAMES = ("conversation_id", "id")
+_JSON_SUFFIXES = (".json", ".jsonl")
 _OVERRIDES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
 class InputTurn:
-    """One turn to run: text, ids or messages."""
+    """One turn to run: text, ids or messages.
+
+    Attributes:
+      text: the line of a plain text file, which a model without a chat template continues; None for others.
+    """
 
     prompt: str | list[int] | tuple[Message, ...]
     params: SamplingParams
+    text: str | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -48,11 +65,18 @@ class InputTurn:
 
 @dataclass(frozen=True, slots=True)
 class InputConversation:
-    """Conversation of one line of the file."""
+    """Conversation of one line of the file.
+
+    Attributes:
+      url: route of a request of OpenAI's batch format; None for other lines.
+      is_single: whether the line is one turn, without a list of turns.
+    """
 
     conversation_id: str
     turns: tuple[InputTurn, ...]
     line_number: int
+    url: str | None = None
+    is_single: bool = False
 
 
 class InputFileError(Exception):
@@ -67,14 +91,25 @@ class InputFileError(Exception):
         super().__init__("\n".join(lines))
 
 
-def read_conversations(path: str, defaults: SamplingParams) -> list[InputConversation]:
-    """Read the whole file; raise InputFileError, which names every invalid line, or OSError."""
+def read_conversations(
+    path: str, defaults: SamplingParams, model: str | None = None
+) -> list[InputConversation]:
+    """Read the whole file; raise InputFileError, which names every invalid line, or OSError.
+
+    `model` is the name that requests of OpenAI's batch format must have; None accepts any.
+    """
     conversations: list[InputConversation] = []
     problems: list[tuple[int, str]] = []
     seen: dict[str, int] = {}
-    for number, line in _lines(path):
+    lines = _lines(path)
+    first_line = list(itertools.islice(lines, 1))
+    is_text = bool(first_line) and _is_text(path, first_line[0][1])
+    for number, line in itertools.chain(first_line, lines):
         try:
-            one = _conversation(json.loads(line), number, defaults)
+            if is_text:
+                one = _text_line(line.decode("utf-8"), number, defaults)
+            else:
+                one = _conversation(json.loads(line), number, defaults, model)
             first = seen.setdefault(one.conversation_id, number)
             if first != number:
                 raise InvalidRequestError(
@@ -103,13 +138,34 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
         raise OSError(f"it is not a complete gzip archive: {error}") from error
 
 
-def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputConversation:
+def _is_text(path: str, first: bytes) -> bool:
+    """Return whether a file is plain text, by its name and its first line."""
+    is_json = path.removesuffix(".gz").endswith(_JSON_SUFFIXES)
+    return not is_json and first.lstrip(b"\xef\xbb\xbf \t")[:1] not in (b"{", b"[")
+
+
+def _text_line(line: str, number: int, defaults: SamplingParams) -> InputConversation:
+    text = line.removeprefix("\ufeff").rstrip("\r\n")
+    messages = check_messages([{"role": "user", "content": text}])
+    return InputConversation(f"line-{number}", (InputTurn(messages, defaults, text),), number, is_single=True)
+
+
+def _conversation(value: Any, number: int, defaults: SamplingParams, model: str | None) -> InputConversation:
     if not isinstance(value, dict):
-        raise InvalidRequestError("line", value, "a JSON object with the key turns")
-    conversation_id = value.get("conversation_id", value.get("id", f"line-{number}"))
-    if not is_conversation_id(conversation_id):
-        limit = "a non-empty string that UTF-8 can hold, without NUL"
-        raise InvalidRequestError("conversation_id", conversation_id, limit)
+        raise InvalidRequestError("line", value, "a JSON object with the key turns, messages or prompt")
+    if is_request(value):
+
+        def parse(field: str, prompt: Any, params: dict[str, Any]) -> InputTurn:
+            return _single({field: prompt, **params}, defaults)
+
+        url, turn = read_request(value, model, parse)
+        custom_id = _checked_name("custom_id", value.get("custom_id"))
+        return InputConversation(custom_id, (turn,), number, url, is_single=True)
+    named = value.get("conversation_id", value.get("id", f"line-{number}"))
+    conversation_id = _checked_name("conversation_id", named)
+    if "turns" not in value and ("messages" in value or "prompt" in value):
+        turn = _single({name: field for name, field in value.items() if name not in _NAMES}, defaults)
+        return InputConversation(conversation_id, (turn,), number, is_single=True)
     _check_keys(value, {"conversation_id", "id", "turns", *_ABOUT}, "")
     given = value.get("turns")
     if not isinstance(given, list):
@@ -120,6 +176,23 @@ def _conversation(value: Any, number: int, defaults: SamplingParams) -> InputCon
     return InputConversation(conversation_id, tuple(turns), number)
 
 
+def _checked_name(field: str, name: Any) -> str:
+    if not isinstance(name, str) or not is_conversation_id(name):
+        limit = "a non-empty string that UTF-8 can hold, without NUL"
+        raise InvalidRequestError(field, name, limit)
+    return name
+
+
+def _single(value: dict[str, Any], defaults: SamplingParams) -> InputTurn:
+    """Return the turn of a line that has only one, without recorded replies at the end of its messages."""
+    messages = value.get("messages")
+    if isinstance(messages, list):
+        while messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        value = {**value, "messages": messages}
+    return _turn(value, "", defaults)
+
+
 def _check_keys(value: dict[str, Any], known: set[str], where: str) -> None:
     """Raise InvalidRequestError for an unknown key."""
     for name in value:
@@ -127,7 +200,7 @@ def _check_keys(value: dict[str, Any], known: set[str], where: str) -> None:
             similar = difflib.get_close_matches(name, known, n=1)
             hint = f"perhaps {similar[0]} is meant" if similar else f"known are {', '.join(sorted(known))}"
             if not where and name in _OVERRIDES | {"prompt", "messages"}:
-                hint = 'it belongs to a turn, as in {"turns": [{"prompt": "Hi", "max_tokens": 9}]}'
+                hint = 'it belongs to a turn, as in {"turns": [{"messages": [...], "max_tokens": 9}]}'
             raise InvalidRequestError(f"unknown key {where}{name}", value[name], "left out", hint)
 
 
@@ -139,16 +212,18 @@ def _turn(turn: Any, field: str, defaults: SamplingParams) -> InputTurn:
     if isinstance(turn, list) and len(turn) == 2 and turn[0] == _USER:
         turn = {"prompt": turn[1]}
     if not isinstance(turn, dict) or ("prompt" in turn) == ("messages" in turn):
-        raise InvalidRequestError(field, turn, 'an object with either prompt or messages, or ["U", text]')
-    _check_keys(turn, {*_OVERRIDES, "prompt", "messages"}, f"{field}.")
+        limit = 'an object with either prompt or messages, or ["U", text]'
+        raise InvalidRequestError(field or "line", turn, limit)
+    where = f"{field}." if field else ""
+    _check_keys(turn, {*_OVERRIDES, "prompt", "messages"}, where)
     for name in ("stop", "stop_token_ids"):
         if not isinstance(turn.get(name, []), list):
-            raise InvalidRequestError(f"{field}.{name}", turn[name], "a list")
+            raise InvalidRequestError(f"{where}{name}", turn[name], "a list")
     try:
         params = dataclasses.replace(defaults, **{key: turn[key] for key in turn.keys() & _OVERRIDES})
         prompt = check_messages(turn["messages"]) if "messages" in turn else _prompt(turn["prompt"])
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{field}.{error.field}", error.value, error.limit, error.hint) from error
+        raise InvalidRequestError(f"{where}{error.field}", error.value, error.limit, error.hint) from error
     return InputTurn(prompt, params)
 
 

@@ -26,6 +26,7 @@ from pensieve_jax import (
     SchedulerConfig,
 )
 from pensieve_jax.commands.help import flag_group
+from pensieve_jax.commands.launch import check_first, take_words
 from pensieve_jax.core.options import Option, options_of
 from pensieve_jax.core.sampling_params import sampling_table
 from pensieve_jax.core.user_directories import user_cache_dir
@@ -95,6 +96,35 @@ def engine_flag_names() -> list[str]:
 def define_model_flag(default: str = DEFAULT_MODEL) -> None:
     """Define `--model`; the default is the small chat model that comes with the library."""
     flags.DEFINE_string("model", default, "Model: chat, a directory, a hub name, or random:<preset>.")
+
+
+def take_model_word() -> None:
+    """Accept the model as an argument, as in `pensieve serve MODEL`. Call it once `--model` is defined."""
+    words = take_words()
+
+    def take() -> None:
+        match words:
+            case []:
+                return
+            case [model] if not FLAGS["model"].present:
+                FLAGS["model"].value = model
+            case [_]:
+                limit = "left out beside the argument that names the model"
+                raise ConfigError("--model", FLAGS.model, limit)
+            case _:
+                raise ConfigError("model", " ".join(words), "one name", "--help lists the flags")
+
+    check_first(take)
+
+
+def check_engine_flags() -> EngineConfig:
+    """Return the configuration of the flags, once the model was found; JAX is not imported for it.
+
+    A hub name is downloaded. Raises ConfigError for an invalid value, and for a model that cannot be found.
+    """
+    config = engine_config()
+    resolve_model(FLAGS.model)
+    return config
 
 
 def _define_options(kind: type) -> None:

@@ -1,13 +1,17 @@
 """Batch generation: conversations in, turns out, both as JSON lines.
 
-    pensieve generate --model=path/to/model --input=prompts.jsonl --output=turns.jsonl
+    pensieve generate path/to/model --input=prompts.jsonl --output=turns.jsonl
 
-Input: docs/formats.md has the format; a line is, for example,
-    {"conversation_id": "ada", "turns": [{"messages": [{"role": "user", "content": "Hello"}]}]}
-`messages` use the model's chat template; a `prompt`, text or token ids, is used as it is.
+Input: docs/formats.md has the formats. A line is, for example,
+    {"messages": [{"role": "user", "content": "Hello"}]}
+    {"conversation_id": "ada", "turns": [{"messages": [...]}, {"messages": [...]}]}
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+    {"prompt": "Once upon a time"}
+or, in a file that is not JSON, a user's message. `messages` use the model's chat template; a `prompt`, text
+or token ids, is used as it is.
 Output: a line for every turn, in the order in which they finish, with `conversation_id`, `turn` (from 0),
 `prompt`, `token_ids`, `text`, `finish_reason`, `usage`, `seed`, and, if requested, `logprobs` and
-`prompt_logprobs`.
+`prompt_logprobs`. A line with `custom_id` is answered in OpenAI's batch format instead.
 
 Conversations begin in their order. A conversation's next turn runs when the previous one has finished, so
 that its KV cache is still in memory. At most `--concurrency` conversations are in progress at a time, and no
@@ -38,12 +42,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 from tqdm import tqdm
 
 from pensieve_jax import (
-    LLM,
     ContextLengthError,
     InvalidRequestError,
     Output,
@@ -51,6 +55,7 @@ from pensieve_jax import (
     SamplingParams,
 )
 from pensieve_jax.commands.batch import BatchRun
+from pensieve_jax.commands.batch_format import error_line, result_line
 from pensieve_jax.commands.conversations_file import (
     InputConversation,
     InputFileError,
@@ -59,6 +64,7 @@ from pensieve_jax.commands.conversations_file import (
 )
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
+    check_engine_flags,
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
@@ -67,9 +73,11 @@ from pensieve_jax.commands.engine_flags import (
     open_llm,
     sampling_params,
     shows_progress,
+    take_model_word,
 )
 from pensieve_jax.commands.help import require
-from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Interrupt
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED
+from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, Interrupt
 from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
 from pensieve_jax.commands.usage_tables import summary
@@ -79,6 +87,9 @@ from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.postgres_location import is_postgres
 from pensieve_jax.model_source import DEFAULT_MODEL
 from pensieve_jax.prompts import PromptEncoder
+
+if TYPE_CHECKING:  # it imports JAX
+    from pensieve_jax import LLM
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
@@ -108,6 +119,22 @@ def check_paths(source: Path, output: Path, history: str | None) -> None:
         )
 
 
+def as_served(conversations: Sequence[InputConversation], llm: LLM) -> Sequence[InputConversation]:
+    """Return the conversations with lines of plain text as text, if the model has no chat template."""
+    if llm.tokenizer is None or llm.tokenizer.chat_template is not None:
+        return conversations
+    return [
+        dataclasses.replace(
+            one,
+            turns=tuple(
+                turn if turn.text is None else dataclasses.replace(turn, prompt=turn.text)
+                for turn in one.turns
+            ),
+        )
+        for one in conversations
+    ]
+
+
 def check_prompts(
     conversations: Sequence[InputConversation], path: str, check: Callable[[InputTurn, int], None]
 ) -> None:
@@ -118,9 +145,14 @@ def check_prompts(
             try:
                 check(turn, index)
             except PensieveError as error:
-                problems.append((conversation.line_number, f"turns[{index}]: {error}"))
+                problems.append((conversation.line_number, f"{place(conversation, index)}{error}"))
     if problems:
         raise InputFileError(path, problems)
+
+
+def place(conversation: InputConversation, index: int) -> str:
+    """Return the beginning of an error of a turn: its place in its line, if the line lists turns."""
+    return "" if conversation.is_single else f"turns[{index}]: "
 
 
 def check_default_params(params: SamplingParams, limits: ModelLimits) -> None:
@@ -169,9 +201,10 @@ def check_text(llm: LLM, encoder: PromptEncoder, turn: InputTurn, index: int) ->
 
 def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path, concurrency: int) -> int:
     """Run all remaining turns; return the exit status."""
+    conversations, model = as_served(conversations, llm), model_name()
     encoder = PromptEncoder(llm.tokenizer, lambda: llm.engine.conversations)
     check_prompts(conversations, FLAGS.input, functools.partial(check_text, llm, encoder))
-    done = finished_turns(llm, conversations)
+    done = finished_turns(llm, conversations, model)
     start_output(output, done)
     num_done = {key: len(list(group)) for key, group in itertools.groupby(done, key=lambda pair: pair[0])}
     batch = BatchRun(llm, conversations, num_done, concurrency=concurrency)
@@ -183,28 +216,43 @@ def generate(llm: LLM, conversations: Sequence[InputConversation], output: Path,
         Interrupt() as interrupt,
     ):
 
-        def ended(turn: InputTurn, index: int, output: Output) -> None:
-            file.write((json.dumps(output_line(turn, index, output)) + "\n").encode())
+        def ended(conversation: InputConversation, index: int, output: Output) -> None:
+            if conversation.url is None:
+                line = output_line(conversation.turns[index], index, output)
+            else:
+                line = result_line(conversation.conversation_id, conversation.url, model, output)
+            file.write((json.dumps(line) + "\n").encode())
             bar.update()
 
         after_step = recorder.after_step if FLAGS.timeline else lambda: None
         batch.run(ended=ended, after_step=after_step, interrupt=interrupt)
+        for conversation, _, error in batch.failures:
+            if conversation.url is not None:
+                line = error_line(conversation.conversation_id, error)
+                file.write((json.dumps(line) + "\n").encode())
     seconds = time.perf_counter() - start_s
     print(summary(batch.outputs, len(done), seconds, before, llm.stats()))
     if FLAGS.timeline:
         recorder.draw(FLAGS.timeline)
-    for line_number, index, error in batch.failures:
-        print(f"{FLAGS.input}:{line_number}: turns[{index}]: {error}", file=sys.stderr)
+    for conversation, index, error in batch.failures:
+        line_number, where = conversation.line_number, place(conversation, index)
+        print(f"{FLAGS.input}:{line_number}: {where}{error}", file=sys.stderr)
     if interrupt.requested:
         print(f"interrupted: {len(batch.outputs)} turns are in {output}", file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_FAILED if batch.failures else 0
 
 
+def model_name() -> str:
+    """Return the model's name in requests and results of OpenAI's batch format."""
+    return FLAGS.served_model_name or FLAGS.model
+
+
 def main() -> int:
     """Run every turn of the input; return the exit status."""
     if FLAGS.concurrency < 1:
         raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
+    runner = engine_config().runner
     try:
         output = Path(FLAGS.output)
         check_paths(Path(FLAGS.input), output, FLAGS.history)
@@ -212,7 +260,7 @@ def main() -> int:
         check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, history])
         params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
         try:
-            conversations = read_conversations(FLAGS.input, params)
+            conversations = read_conversations(FLAGS.input, params, model_name())
         except OSError as error:
             raise InvalidRequestError(
                 "--input",
@@ -220,8 +268,8 @@ def main() -> int:
                 "a file of conversations that can be read",
                 error.strerror or str(error),
             ) from error
+        check_engine_flags()
         model, max_context_tokens = model_limits()
-        runner = engine_config().runner
         limits = ModelLimits(
             model.vocab_size,
             max_context_tokens,
@@ -245,13 +293,17 @@ def main() -> int:
 
 def define_flags() -> None:
     """Define the command-line flags of `pensieve generate`."""
-    flags.DEFINE_string("input", None, "JSON lines of conversations (.gz too).")
+    flags.DEFINE_string("input", None, "JSON lines of conversations, or lines of text (.gz too).")
     flags.DEFINE_string("output", None, "JSON lines of turns.")
     require("input", "output")
+    flags.DEFINE_string(
+        "served_model_name", None, "Model name in requests of OpenAI's batch format; default: the model."
+    )
     flags.DEFINE_integer("concurrency", 64, "Most conversations in progress at once.")
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of this many others.")
     flags.DEFINE_string("timeline", None, "Plot of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()
+    take_model_word()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     define_history_flag()
     define_sampling_flags(max_tokens=64)

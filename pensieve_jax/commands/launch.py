@@ -8,6 +8,7 @@ Does not know: the work of a launcher, or its flags.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import os
@@ -17,20 +18,25 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from absl import app, flags, logging
 
 from pensieve_jax import ConfigError, PensieveError
+from pensieve_jax.commands.foreign_flags import hint
 from pensieve_jax.commands.help import define_help_flags, define_version_flag, missing_flags
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED, exit_on_interrupt, raise_on_interrupt
 
 FLAGS = flags.FLAGS
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_NO_READER = 128 + signal.SIGPIPE
 _words: list[list[str]] = []
 _checks: list[Callable[[], object]] = []
+_OTHER_ERRORS = {
+    "model_defs.errors": "ModelError",
+    "pallas_kernels.ragged_paged_attention": "AttentionArgumentError",
+}
 _NEEDED = {
     r"invalid literal for int\(\)": "an integer",
     "could not convert string to float": "a number",
@@ -103,25 +109,43 @@ def run(main: Callable[[], int]) -> None:
                 stream.reconfigure(errors="backslashreplace")  # replies may not fit the terminal's encoding
         if not FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)
+        raise_on_interrupt()
         try:
             return until_reader_leaves(checked_main)
-        except KeyboardInterrupt:  # before `_typed_errors`, which imports JAX
-            print("interrupted", file=sys.stderr)
-            return EXIT_INTERRUPTED
+        except KeyboardInterrupt:
+            _leave_interrupted()
         except _typed_errors() as error:
             print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
             return EXIT_BAD_INPUT
+        finally:
+            exit_on_interrupt()
 
     docstring = sys.modules[main.__module__].__doc__ or ""
     app.run(guarded, flags_parser=functools.partial(_parse, docstring))
 
 
-def _typed_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that are reported in one line. Called only after an error, since this imports JAX."""
-    from model_defs import ModelError
-    from pallas_kernels.ragged_paged_attention import AttentionArgumentError
+def _leave_interrupted() -> NoReturn:
+    """End the process after a KeyboardInterrupt has undone everything.
 
-    return PensieveError, ModelError, AttentionArgumentError
+    A normal exit would still wait for threads that compile, and show the trace of a second Ctrl-C.
+    """
+    exit_on_interrupt()
+    with contextlib.suppress(OSError):  # a reader has gone
+        sys.stdout.flush()
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(EXIT_INTERRUPTED)
+
+
+def _typed_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that are reported in one line: those of the packages that are imported already.
+
+    Importing the others would take seconds, because they import JAX, and they cannot have raised.
+    """
+    found: list[type[Exception]] = [PensieveError]
+    for module, name in _OTHER_ERRORS.items():
+        if module in sys.modules:
+            found.append(getattr(sys.modules[module], name))
+    return tuple(found)
 
 
 def _parse(docstring: str, argv: list[str]) -> list[str]:
@@ -130,6 +154,8 @@ def _parse(docstring: str, argv: list[str]) -> list[str]:
     define_version_flag(show)
     try:
         program, *rest = FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        problems = [hint(error.flagname) or str(error)]
     except flags.Error as error:
         problems = [_in_words(str(error))]
     else:

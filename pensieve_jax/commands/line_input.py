@@ -6,6 +6,8 @@ Does not know: the meaning of a line.
 On a terminal the editor is GNU readline, by Python's own module. It does not cut lines at 4,096 bytes, as a
 terminal's own editing does; arrows recall earlier lines; pasted text arrives as one message with its line
 breaks. A Python built with libedit edits and recalls lines, too, but reads each pasted line as a message.
+While a `LineInput` is entered, keys that come between two lines are not shown, and the next line begins with
+them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import TextIO, cast
+from types import ModuleType, TracebackType
+from typing import Self, TextIO, cast
 
 from pensieve_jax import InvalidRequestError
+from pensieve_jax.commands.type_ahead import TypeAhead
 
 MAX_NUM_KEPT = 1000
 TERMINAL_BYTES = 4095  # longest line of the kernel's own editing, without its line break
@@ -40,11 +43,25 @@ class LineInput:
         self.is_terminal = sys.stdin.isatty()
         self._readline = _editor(words) if self.is_terminal and sys.stdout.isatty() else None
         self._history = None if self._readline is None or history_file is None else LineHistory(history_file)
+        self._type_ahead = None if self._readline is None else TypeAhead(sys.stdin.fileno())
         self._last = ""
         if self._readline is not None and self._history is not None:
             for line in self._history.lines:
                 self._readline.add_history(line)
                 self._last = line
+
+    def __enter__(self) -> Self:
+        """Hide the keys that come between two lines; without a line editor, do nothing."""
+        if self._type_ahead is not None:
+            self._type_ahead.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the terminal's settings."""
+        if self._type_ahead is not None:
+            self._type_ahead.__exit__(kind, error, trace)
 
     def read(self, prompt: str) -> str:
         r"""Return the next message. On a terminal it has line breaks from pasting, and after a \.
@@ -63,8 +80,10 @@ class LineInput:
         return message
 
     def _read_line(self, prompt: str) -> str:
+        if self._readline is not None and self._type_ahead is not None:
+            return _edited(self._readline, self._type_ahead, prompt)
         line = input(prompt if self.is_terminal else "")
-        if self.is_terminal and self._readline is None and len(os.fsencode(line)) >= TERMINAL_BYTES:
+        if self.is_terminal and len(os.fsencode(line)) >= TERMINAL_BYTES:
             raise InvalidRequestError(
                 "line",
                 line,
@@ -80,6 +99,19 @@ class LineInput:
         self._readline.add_history(message)
         if self._history is not None:
             self._history.add(message)
+
+
+def _edited(readline: ModuleType, type_ahead: TypeAhead, prompt: str) -> str:
+    """Let the user edit a line that begins with the keys typed before; return it."""
+    typed = type_ahead.take()
+    if "libedit" in (readline.__doc__ or ""):  # it would end the line at a line break
+        typed = typed.replace("\n", " ")
+    readline.set_startup_hook(lambda: readline.insert_text(typed))
+    try:
+        return input(prompt)
+    finally:
+        readline.set_startup_hook(None)
+        type_ahead.hide()
 
 
 def _editor(words: Sequence[str]) -> ModuleType | None:

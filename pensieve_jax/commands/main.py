@@ -4,7 +4,8 @@ Owns: the table of commands, `--version`, and the error of an unknown command.
 Does not know: the work of a command, or its flags. A command is a row of the table and a module of this
 package with `define_flags` and `main`, whose docstring is its help.
 This module does not import JAX, so that the list of commands appears at once. Before anything that takes
-time, `serve` ignores SIGHUP: it means "read the keys again", and would end a process that has no handler yet.
+time, Ctrl-C gets its handler, and `serve` ignores SIGHUP: it means "read the keys again", and would end a
+process that has no handler yet.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 
 import pensieve_jax
+from pensieve_jax.commands.interrupts import exit_on_interrupt
 
 COMMANDS = {
     "chat": "chat in the terminal, with streamed replies",
@@ -28,10 +30,11 @@ _HELP = ("help", "--help", "-h", "-help", "-?", "--helpshort", "--helpfull")
 
 def main() -> None:
     """Start the named command, or list all commands; exit."""
+    exit_on_interrupt()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name == "serve":
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    from absl import flags  # after the signal, because these imports take time
+    from absl import flags  # after the signals, because these imports take time
 
     from pensieve_jax.commands.launch import EXIT_BAD_INPUT, run, show
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import flags
 
 from pensieve_jax import ConfigError
@@ -106,6 +105,8 @@ class _DocumentFlag(flags.Flag):
 
 def device_name() -> str:
     """Return the platform and kind of the first device, for `json_line`."""
+    import jax  # here, since commands that print a table check their flags without it
+
     device = jax.devices()[0]
     return f"{device.platform}: {device.device_kind}"
 

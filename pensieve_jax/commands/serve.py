@@ -1,15 +1,17 @@
 """OpenAI-compatible HTTP server that keeps the KV cache of conversations.
 
-    pensieve serve --model=chat --history=chats.sqlite --port=8000
+    pensieve serve --history=chats.sqlite --port=8000
+    pensieve serve path/to/model --history=chats.sqlite
 
 When the server is ready, it prints one line with its address. A browser shows a chat page there. The first
 start compiles for a minute or more, which the log reports. The engine runs in its own process, which is
 restarted if it dies; conversations then continue from the history. Ctrl-C or SIGTERM stops the server when
 running turns have finished, or after `--drain_s` seconds; a second one stops it at once.
 
-Without `--history`, conversations are stored in a private file that is removed at the end. Without
-`--api_keys_file`, only this machine can connect. KV cache that leaves the device goes to host memory: one
-gigabyte, allocated at the start, unless `--cpu_bytes` or `--cpu_pages` is set. See docs/server.md for more.
+Without `--history`, conversations are stored in a private file that is removed at the end. Without keys, only
+this machine can connect: set PENSIEVE_API_KEY to a key, or give several by `--api_keys_file`. KV cache that
+leaves the device goes to host memory: one gigabyte, allocated at the start, unless `--cpu_bytes` or
+`--cpu_pages` is set. See docs/server.md for more.
 The server needs additional packages: `pip install ".[server]"` in the checkout.
 """
 
@@ -24,17 +26,22 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from pensieve_jax import ConfigError, PensieveError
+from pensieve_jax.commands.api_key import define_api_key_flag, take_api_key
 from pensieve_jax.commands.engine_flags import (
     CACHE_DIR,
+    check_engine_flags,
     define_engine_flags,
     engine_config,
     shows_progress,
+    take_model_word,
 )
 from pensieve_jax.history.opening import shown
 from pensieve_jax.history.postgres_location import is_postgres
 
 if TYPE_CHECKING:
-    from pensieve_jax import AsyncEngine
+    import socket
+
+    from pensieve_jax import AsyncEngine, EngineConfig
     from pensieve_jax.server.async_engine import EngineInfo
     from pensieve_jax.server.http.settings import ServerSettings
 
@@ -94,17 +101,30 @@ def _is_installed(name: str) -> bool:
 
 def serve(engine_class: type[AsyncEngine] | None = None) -> int:
     """Serve with one engine until stopped; return the exit status."""
+    from pensieve_jax.server.sockets import bind
+
+    # What can be refused is refused before the imports that take a second.
+    settings = server_settings()
+    config = check_engine_flags()
+    with bind(settings.host, settings.port) as listening:
+        return _serve_at(listening, settings, config, engine_class)
+
+
+def _serve_at(
+    listening: socket.socket,
+    settings: ServerSettings,
+    config: EngineConfig,
+    engine_class: type[AsyncEngine] | None,
+) -> int:
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
     from pensieve_jax.server.http.keys import ApiKeys
     from pensieve_jax.server.logs import LOGGER, log_to, log_uncaught
-    from pensieve_jax.server.main import bind, history_file, leave
+    from pensieve_jax.server.main import history_file, leave
     from pensieve_jax.server.main import serve as serve_until_signal
 
     log_to(log_format=FLAGS.log_format)
-    config = engine_config()
-    settings = server_settings()
-    keys = ApiKeys(settings.api_keys_file)
+    keys = ApiKeys(settings.api_keys_file, settings.api_key_sha256)
 
     def announce(engine: AsyncEngine, address: str) -> None:
         log_uncaught()  # from now on errors may quote prompts
@@ -124,7 +144,7 @@ def serve(engine_class: type[AsyncEngine] | None = None) -> int:
         status = serve_until_signal(
             start,
             functools.partial(make_application, settings=settings, keys=keys),
-            bind(settings.host, settings.port),
+            listening,
             drain_s=settings.drain_s,
             announce=announce,
             on_hangup=keys.reload,
@@ -140,7 +160,9 @@ def serve_many() -> int:
 
     log_to(log_format=FLAGS.log_format)
     settings = server_settings(is_routed=True)
-    ApiKeys(settings.api_keys_file)  # raises for an invalid file, before minutes of loading
+    ApiKeys(
+        settings.api_keys_file, settings.api_key_sha256
+    )  # raises for an invalid file, before minutes of loading
     plan = ReplicaPlan(
         history=FLAGS.history,
         model=FLAGS.model,
@@ -174,6 +196,7 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         host=FLAGS.host,
         port=FLAGS.port,
         api_keys_file=FLAGS.api_keys_file,
+        api_key_sha256=take_api_key(),
         cors_origin=tuple(FLAGS.cors_origin),
         allowed_hosts=tuple(FLAGS.allowed_hosts),
         served_model_name=FLAGS.served_model_name,
@@ -232,6 +255,7 @@ def define_flags() -> None:
     """Define the command-line flags of `pensieve serve`."""
     flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
     flags.DEFINE_integer("port", 8000, "Port to listen at; 0 takes a free one.")
+    define_api_key_flag()
     flags.DEFINE_string("api_keys_file", None, "File with lines owner:sha256-of-key; default: loopback only.")
     flags.DEFINE_multi_string(
         "cors_origin",
@@ -301,5 +325,6 @@ def define_flags() -> None:
         "Default: one engine, without Ray.",
     )
     define_engine_flags()
+    take_model_word()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     FLAGS.set_default("cpu_bytes", _CPU_BYTES)

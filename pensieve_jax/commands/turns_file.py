@@ -1,6 +1,8 @@
-"""Output format of `generate.py`: turns in JSON lines, each written at once.
+"""Output formats of `generate`: turns in JSON lines, each written at once.
 
-Owns: the fields of a line, and the continuation of an interrupted run's file from the history.
+A request of OpenAI's batch format is answered in that format (`batch_format`).
+
+Owns: the fields of other lines, and the continuation of an interrupted run's file from the history.
 Does not know: how turns are run.
 """
 
@@ -11,16 +13,25 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pensieve_jax import LLM, InvalidRequestError, Output, UnknownConversationError
+from pensieve_jax import InvalidRequestError, Output, UnknownConversationError
+from pensieve_jax.commands.batch_format import reply_of, stored_line
 from pensieve_jax.commands.conversations_file import InputConversation, InputTurn
+
+if TYPE_CHECKING:  # it imports JAX
+    from pensieve_jax import LLM
 
 type OutputLine = dict[str, Any]
 
 
-def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict[tuple[str, int], OutputLine]:
-    """Return the lines of turns in the history; raise InvalidRequestError if it holds different turns."""
+def finished_turns(
+    llm: LLM, conversations: Sequence[InputConversation], model: str
+) -> dict[tuple[str, int], OutputLine]:
+    """Return the lines of turns in the history; raise InvalidRequestError if it holds different turns.
+
+    `model` is its name in results of OpenAI's batch format.
+    """
     lines = {}
     for conversation in conversations:
         try:
@@ -36,6 +47,10 @@ def finished_turns(llm: LLM, conversations: Sequence[InputConversation]) -> dict
                 name = f"line {conversation.line_number}, turns[{index}]"
                 limit = f"what the history has as turn {index} of {conversation.conversation_id!r}"
                 raise InvalidRequestError(name, turn.prompt, limit, "take another history or conversation_id")
+            if conversation.url is not None:
+                name, text = conversation.conversation_id, past.output_text or ""
+                lines[name, index] = stored_line(name, conversation.url, model, text, past.finish_reason)
+                continue
             lines[conversation.conversation_id, index] = {
                 "conversation_id": conversation.conversation_id,
                 "turn": index,
@@ -59,8 +74,22 @@ def read_output(path: Path) -> Iterator[OutputLine]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict) and all(isinstance(line.get(key), kind) for key, kind in kinds.items()):
+        if isinstance(line, dict) and (
+            reply_of(line) is not None or all(isinstance(line.get(key), kind) for key, kind in kinds.items())
+        ):
             yield line
+
+
+def _key(line: OutputLine) -> tuple[str, int]:
+    """Return the conversation and the turn of a line."""
+    return (line["custom_id"], 0) if "custom_id" in line else (line["conversation_id"], line["turn"])
+
+
+def _says_the_same(line: OutputLine, other: OutputLine) -> bool:
+    """Return whether two lines of the same turn have the same reply, in the same format."""
+    if "custom_id" in line or "custom_id" in other:
+        return reply_of(line) == reply_of(other) is not None
+    return bool(line["token_ids"] == list(other["token_ids"]))
 
 
 def partial_path(path: Path) -> Path:
@@ -70,11 +99,11 @@ def partial_path(path: Path) -> Path:
 
 def start_output(path: Path, done: Mapping[tuple[str, int], OutputLine]) -> None:
     """Atomically replace the file by the lines of finished turns; keep old lines of the same turns."""
-    old = {(line["conversation_id"], line["turn"]): line for line in read_output(path)} if done else {}
+    old = {_key(line): line for line in read_output(path)} if done else {}
     lines = []
     for key, line in done.items():
         kept = old.get(key)
-        lines.append(kept if kept is not None and kept["token_ids"] == list(line["token_ids"]) else line)
+        lines.append(kept if kept is not None and _says_the_same(kept, line) else line)
     partial = partial_path(path)
     try:
         partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

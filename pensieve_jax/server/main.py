@@ -1,14 +1,13 @@
 """Runs a server's process from start to end: an engine, the application in front of it, and signals.
 
-Owns: the order in which both start and stop, the meaning of signals, the listening socket, and the file of a
-temporary history.
+Owns: the order in which both start and stop, the meaning of signals, and the file of a temporary history.
 Does not know: what the application does, command lines, or how an engine runs.
 
-The first SIGTERM or Ctrl-C drains: the server accepts no more turns, running turns get `drain_s` seconds, and
-the exit status is 0. The second ends everything at once. The exit status is 1 if the engine dies too often or
-the server stops unexpectedly, so that a process supervisor can restart it. A hanging engine is killed and
-restarted like one that died. If the history is damaged or missing when the engine restarts, the exit status
-is 2, because an operator must look at it.
+The first SIGTERM or Ctrl-C drains: the server accepts no more turns, and running turns get `drain_s` seconds.
+The exit status is 0 after SIGTERM and 130 after Ctrl-C. The second signal ends everything at once. The exit
+status is 1 if the engine dies too often or the server stops unexpectedly, so that a process supervisor can
+restart it. A hanging engine is killed and restarted like one that died. If the history is damaged or missing
+when the engine restarts, the exit status is 2, because an operator must look at it.
 """
 
 from __future__ import annotations
@@ -34,26 +33,32 @@ from pensieve_jax.core.errors import ConfigError, PensieveError
 from pensieve_jax.server.engine_process.async_llm import AsyncEngine
 from pensieve_jax.server.http.connections import RequestHeadLimits
 from pensieve_jax.server.logs import flush_log, log_end_of_task
+from pensieve_jax.server.sockets import address_of
 from pensieve_jax.server.watchdog import watch
 
 EXIT_AT_ONCE: Final = 128 + signal.SIGTERM
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 EXIT_ENDED: Final = 1
 EXIT_DAMAGED: Final = 2
 """Same status as a refused start. A restarted server would serve an empty history."""
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
-_POLL_S = 0.2
 _KEEP_ALIVE_S = 75  # longer than the minute or so for which clients' pools keep connections
 _log = logging.getLogger(__name__)
-_UNACKNOWLEDGED_MS = 30_000  # longest time for which a client may leave sent data unacknowledged
 _CANCEL_S = 1  # time for cancelled requests to end after a second signal
 _SHUTDOWN_S = 5  # time to deliver responses that are complete but not yet sent
 
 
 class Signals:
-    """Signals that this process received. As a context manager, it handles SIGTERM, SIGINT and SIGHUP."""
+    """Signals that this process received. As a context manager, it handles SIGTERM, SIGINT and SIGHUP.
+
+    Attributes:
+      first, second: set by the first and the second signal that ends the server.
+      drained: exit status of a server that the first signal has ended.
+    """
 
     def __init__(self, on_hangup: Callable[[], object]) -> None:
+        self.drained = 0
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._on_hangup = on_hangup
@@ -62,7 +67,7 @@ class Signals:
         """Install the signal handlers."""
         loop = asyncio.get_running_loop()
         for number in _END_SIGNALS:
-            loop.add_signal_handler(number, self._end)
+            loop.add_signal_handler(number, self._end, number)
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         return self
 
@@ -70,8 +75,12 @@ class Signals:
         for number in (*_END_SIGNALS, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _end(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    def _end(self, number: signal.Signals) -> None:
+        if self.first.is_set():
+            self.second.set()
+            return
+        self.drained = EXIT_INTERRUPTED if number == signal.SIGINT else 0
+        self.first.set()
 
     def _hang_up(self) -> None:
         try:
@@ -189,52 +198,6 @@ def leave(status: int) -> int:
     return status
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address. It does not listen yet, so it refuses clients.
-
-    Bind before the minutes of loading, so that an address conflict fails early. Raises ConfigError for an
-    address that is in use or not one of this machine.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # closes connections whose client stops reading
-                bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        problem = error.strerror or str(error)
-        raise ConfigError(
-            "--host and --port", f"{host}:{port}", "a free address of this machine", problem
-        ) from error
-    return bound
-
-
-async def bind_in_time(host: str, port: int, seconds: float) -> socket.socket:
-    """Call `bind`, and retry for `seconds` while another process still holds the address."""
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + seconds
-    while True:
-        try:
-            return bind(host, port)
-        except ConfigError:
-            if loop.time() > until_s:
-                raise
-        await asyncio.sleep(_POLL_S)
-
-
-def address_of(listening: socket.socket) -> str:
-    """Return the URL at which clients reach the socket."""
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 @contextlib.contextmanager
 def history_file(path: str | None) -> Iterator[str]:
     """Yield the path of the history file: `path`, or a private temporary file that is deleted at the end."""
@@ -264,7 +227,7 @@ async def _serve(
         _log.info("starting the engine; the first start compiles its steps, which takes a minute or more")
         try:
             if not await _run_unless(signals.first, engine.open()):
-                return 0
+                return signals.drained
             server = HttpServer(make_application(engine))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
             if not await _run_unless(server.listens, _outcome(serving)):
@@ -288,7 +251,7 @@ async def _serve_until_signal(
         await _outcome(serving)
         return EXIT_DAMAGED if engine.is_damaged else EXIT_ENDED
     if await _run_unless(signals.second, _drain(engine, server, serving, drain_s)):
-        return 0
+        return signals.drained
     with _quiet("uvicorn.error"):
         server.force_exit = server.should_exit = True
         engine.kill()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
 import shlex
 import subprocess
+import termios
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,6 +49,13 @@ class Terminal:
     def type(self, keys: str) -> None:
         """Type like a person; return at once."""
         os.write(self._master, keys.encode())
+
+    def type_ahead(self, keys: str) -> None:
+        """Type keys, one of them Enter, while the program does not read; return once they have arrived."""
+        self.type(keys)
+        pending = bytearray(4)
+        while fcntl.ioctl(self._slave, termios.FIONREAD, pending) or not any(pending):
+            select.select([], [], [], 0.01)
 
     def interrupt(self) -> None:
         """Type Ctrl-C once the program waits for a key.

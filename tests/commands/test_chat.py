@@ -335,7 +335,7 @@ def test_on_a_terminal(tmp_path, compilation_cache):
         one.see("Ctrl-C again")
         one.see("default> ")
         one.interrupt()
-        assert one.wait() == 0
+        assert one.wait() == 130
     kept = (tmp_path / "state" / "pensieve_jax" / "chat_lines.jsonl").read_text().splitlines()
     assert [len(line) for line in kept] == [5002, 7, 10]
 

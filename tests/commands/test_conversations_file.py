@@ -12,10 +12,71 @@ conversations_file = load("pensieve_jax.commands.conversations_file")
 DEFAULTS = SamplingParams(max_tokens=5)
 
 
-def read(tmp_path, *lines):
-    path = tmp_path / "in.jsonl"
+def request(**changed):
+    """Return a request of OpenAI's batch format; its own keys, or else those of its body, may be changed."""
+    body = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
+    line = {"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    for name, value in changed.items():
+        (line if name in line or name == "extra" else body)[name] = value
+    return line
+
+
+def read(tmp_path, *lines, name="in.jsonl"):
+    path = tmp_path / name
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return conversations_file.read_conversations(str(path), DEFAULTS)
+    return conversations_file.read_conversations(str(path), DEFAULTS, "chat")
+
+
+def test_lines_of_one_turn(tmp_path):
+    """Recorded replies are context, but the last one is what the turn writes."""
+    user, reply = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    conversations = read(
+        tmp_path,
+        {"messages": [user], "max_tokens": 9},
+        {"id": "tuning", "messages": [user, reply, user, reply]},
+        {"prompt": "once", "temperature": 0.5},
+        {"conversation_id": "ids", "prompt": [3, 4]},
+    )
+    assert [c.conversation_id for c in conversations] == ["line-1", "tuning", "line-3", "ids"]
+    turns = [turn for c in conversations for turn in c.turns]
+    assert [turn.prompt for turn in turns] == [(user,), (user, reply, user), "once", [3, 4]]
+    assert [turn.params.max_tokens for turn in turns] == [9, 5, 5, 5]
+    assert turns[2].params.temperature == 0.5
+    assert all(c.url is None and c.is_single for c in conversations)
+
+
+def test_requests_of_openais_batch_format(tmp_path):
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    fields = {"max_completion_tokens": 9, "stop": ".", "logit_bias": {"7": -1}, "n": 1, "stream": False}
+    conversations = read(
+        tmp_path,
+        request(**fields, temperature=None, user="ada", metadata={}),
+        request(custom_id="r-2", url=text, body={"prompt": "once", "max_tokens": 3}),
+    )
+    assert [(c.conversation_id, c.url) for c in conversations] == [("r-1", chat), ("r-2", text)]
+    (first,), (second,) = (c.turns for c in conversations)
+    assert first.prompt == ({"role": "user", "content": "hi"},) and second.prompt == "once"
+    assert (first.params.max_tokens, first.params.stop) == (9, (".",))
+    assert first.params.logit_bias == {7: -1} and first.params.temperature == DEFAULTS.temperature
+    assert second.params.max_tokens == 3
+
+
+def test_plain_lines_are_messages(tmp_path):
+    lines = "\ufeffWhat is 2 + 2?", "", '{"this": "is text, too"}'
+    conversations = read(tmp_path, *lines, name="questions.txt")
+    assert [c.conversation_id for c in conversations] == ["line-1", "line-3"]
+    turns = [turn for c in conversations for turn in c.turns]
+    assert [turn.text for turn in turns] == ["What is 2 + 2?", lines[2]]
+    assert [turn.prompt[0]["content"] for turn in turns] == [turn.text for turn in turns]
+    (one,) = read(tmp_path, {"prompt": "json"}, name="questions.txt")
+    assert one.turns[0].prompt == "json", "the first line decides"
+
+
+def test_plain_lines_that_are_no_text_are_named(tmp_path):
+    path = tmp_path / "questions"
+    path.write_bytes(b"good\n\xff\n")
+    with pytest.raises(conversations_file.InputFileError, match=r"questions:2: .*utf-8"):
+        conversations_file.read_conversations(str(path), DEFAULTS)
 
 
 def test_every_kind_of_turn(tmp_path):
@@ -82,7 +143,28 @@ def test_an_incomplete_compressed_file_is_refused(tmp_path, harm):
         ),
         ({"turns": [{"prompt": "x"}], "max_tokens": 9}, "unknown key max_tokens is 9, .* belongs to a turn"),
         ({"turnz": [{"prompt": "x"}]}, "unknown key turnz is .* perhaps turns is meant"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "unknown key messages is .* belongs to a turn"),
+        ({"turns": [{"prompt": "x"}], "messages": []}, "unknown key messages is .* belongs to a turn"),
+        ({"messages": []}, "messages is .*, but must be a list of at least one"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages is .* at least one"),
+        ({"messages": [{"role": "user"}]}, r"2: messages\[0\].content"),
+        ({"messages": [{"role": "user", "content": "x"}], "temprature": 1}, "perhaps temperature is meant"),
+        ({"prompt": ""}, "2: prompt is ''"),
+        ({"prompt": "x", "temperature": -1}, "2: temperature is -1"),
+        (request(custom_id=7), "custom_id is 7"),
+        (request(custom_id=None), "custom_id is None"),
+        (request(method="GET"), "method is 'GET', but must be POST"),
+        (request(url="/v1/embeddings"), "url is '/v1/embeddings', but must be one of /v1/chat/completions"),
+        (request(extra=1), "unknown key extra is 1"),
+        (request(body=None), "body is None"),
+        (request(body={}), "body.messages is None, but must be given"),
+        (request(model="gpt-4o"), "body.model is 'gpt-4o', but must be 'chat' or left out.* --served_model"),
+        (request(stream=True), "body.stream is True, but must be left out, or False"),
+        (request(tools=[{}]), r"body.tools is .* left out, or \[\]"),
+        (request(response_format={"type": "json_object"}), "body.response_format is .* left out"),
+        (request(logprobs=True), "body.logprobs is True"),
+        (request(temperature=-1), "body.temperature is -1"),
+        (request(logit_bias={"x": 1}), "body.logit_bias is 'x'"),
+        (request(messages=[{"role": "user"}]), r"body.messages\[0\].content"),
         ({"turns": [{"prompt": "x", "temperature": -1}]}, r"turns\[0\].temperature is -1"),
         ('{"turns": [{"prompt": "x", "top_p": NaN}]}', r"turns\[0\].top_p is nan"),
         ({"turns": [{"prompt": "x", "stop": 5}]}, r"turns\[0\].stop is 5"),

@@ -14,7 +14,7 @@ from pensieve_jax.commands.demo_screen import DemoRun
 from pensieve_jax.model_source import DEFAULT_MODEL
 from tests.launching import load, optimized
 
-demo = load("demo")
+demo = load("pensieve_jax.commands.demo_run")
 _served: list[list] = []
 _judged: dict[int, tuple] = {}  # by its identity, a turn and what the dense reference says of it
 NEEDED = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pensieve_jax.commands import demo, demo_screen
+from pensieve_jax.commands import demo_run, demo_screen
 from pensieve_jax.text import ChatFormat, EarlierTurn
 from pensieve_jax.text.loading import byte_tokenizer
 
@@ -36,9 +36,9 @@ def turns(number: int) -> list[Any]:
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "load_model", lambda *_, **__: None)
-    monkeypatch.setattr(demo, "resolve_model", lambda model: model)
-    monkeypatch.setattr(demo, "DenseReference", _Reference)
+    monkeypatch.setattr(demo_run, "load_model", lambda *_, **__: None)
+    monkeypatch.setattr(demo_run, "resolve_model", lambda model: model)
+    monkeypatch.setattr(demo_run, "DenseReference", _Reference)
 
 
 def test_progress_is_lines_where_there_is_no_terminal(
@@ -46,7 +46,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
 ) -> None:
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)
-    equal, _ = demo.replay("model", turns(30))
+    equal, _ = demo_run.replay("model", turns(30))
     assert equal == [True] * 30
     assert said.getvalue().splitlines() == [
         f"{number} of 30 turns are replayed by the dense model" for number in (12, 24, 30)
@@ -56,7 +56,7 @@ def test_progress_is_lines_where_there_is_no_terminal(
 def test_a_terminal_gets_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     said = _Terminal()
     monkeypatch.setattr("sys.stderr", said)
-    demo.say_progress("anything")
+    demo_run.say_progress("anything")
     assert said.getvalue() == ""
 
 
@@ -103,7 +103,7 @@ class _ChatModel:
 
 def test_a_template_that_rewrites_replies_is_demonstrated_too() -> None:
     model: Any = _ChatModel()
-    served = demo.serve(model)
+    served = demo_run.serve(model)
     last = {turn.conversation_id: turn for turn in served}
     assert len(served) > len(last)
     for name, turn in last.items():

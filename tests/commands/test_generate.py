@@ -13,7 +13,8 @@ from pensieve_jax import InvalidRequestError, SamplingParams
 from pensieve_jax.commands import batch
 from pensieve_jax.commands.conversations_file import InputTurn
 from pensieve_jax.commands.engine_flags import CACHE_DIR, engine_config
-from tests.launching import load
+from pensieve_jax.model_source import DEFAULT_MODEL
+from tests.launching import ROOT, load
 
 generate = load("generate")
 
@@ -269,6 +270,94 @@ def test_an_interrupt_keeps_ended_turns_and_the_next_run_continues(launch, llm, 
     assert all(line["usage"] is None for line in read(output))
     rebuilt = {(line["conversation_id"], line["turn"]): line["token_ids"] for line in read(output)}
     assert rebuilt == {(line["conversation_id"], line["turn"]): line["token_ids"] for line in lines}
+
+
+def requests(*names):
+    """Return requests of OpenAI's batch format; the first is a chat, others continue text."""
+    urls = {name: "/v1/completions" for name in names} | {names[0]: "/v1/chat/completions"}
+    prompts = {name: {"prompt": "once"} for name in names}
+    prompts[names[0]] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    return [
+        {"custom_id": name, "method": "POST", "url": urls[name], "body": {"model": "tiny"} | prompts[name]}
+        for name in names
+    ]
+
+
+def test_requests_of_openais_batch_format_are_answered_in_it(launch, llm, tmp_path):
+    turn = {"conversation_id": "beside", "prompt": [5, 6]}
+    path, output = write_input(tmp_path, *requests("r-chat", "r-text"), turn), tmp_path / "out.jsonl"
+    flags = {"max_tokens": 6, "ignore_eos": True, "served_model_name": "tiny"}
+    assert launch("generate", input=path, output=output, **flags) == 0
+    lines = {line.get("custom_id", "turn"): line for line in read(output)}
+    assert lines["turn"]["conversation_id"] == "beside" and len(lines["turn"]["token_ids"]) == 6
+    chat, text = (lines[name]["response"]["body"] for name in ("r-chat", "r-text"))
+    assert (chat["object"], text["object"]) == ("chat.completion", "text_completion")
+    assert {chat["model"], text["model"]} == {"tiny"}
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    expected = llm.chat([{"role": "user", "content": "hello"}], params)
+    message = {"role": "assistant", "content": expected.text, "refusal": None}
+    assert chat["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "length", "message": message}]
+    num_prompt = expected.usage.prompt_tokens
+    assert chat["usage"] == {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": 4,
+        "total_tokens": num_prompt + 4,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    assert isinstance(text["choices"][0]["text"], str) and text["usage"]["completion_tokens"] == 6
+    for name in ("r-chat", "r-text"):
+        assert lines[name]["error"] is None and lines[name]["response"]["status_code"] == 200
+    before = read(output)
+    assert launch("generate", input=path, output=output, **flags) == 0
+    assert read(output) == before, "the history has them, and the file keeps its lines"
+    output.unlink()
+    assert launch("generate", input=path, output=output, **flags) == 0
+    again = {line.get("custom_id", "turn"): line for line in read(output)}["r-chat"]["response"]["body"]
+    assert again["choices"] == chat["choices"] and again["usage"] is None
+
+
+def test_a_request_that_fails_has_a_line_that_says_so(launch, llm, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "check_text", lambda *_: None)  # so that it is refused only when it runs
+    first, second = requests("e-chat", "e-text")
+    second["body"]["prompt"] = "x" * 2000
+    path, output = write_input(tmp_path, first, second), tmp_path / "out.jsonl"
+    assert launch("generate", input=path, output=output, served_model_name="tiny") == 1
+    lines = {line["custom_id"]: line for line in read(output)}
+    assert lines["e-chat"]["error"] is None
+    assert lines["e-text"]["response"] is None
+    assert lines["e-text"]["error"]["code"] == "ContextLengthError"
+    assert f"{path}:2: prompt is " in capsys.readouterr().err
+
+
+def test_lines_of_one_turn_and_plain_text(launch, llm, tmp_path, monkeypatch):
+    user, reply = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}
+    flags = {"max_tokens": 4, "ignore_eos": True, "output": tmp_path / "out"}
+    path = write_input(tmp_path, {"id": "one-turn", "messages": [user, reply, user, reply]})
+    assert launch("generate", input=path, **flags) == 0
+    (line,) = read(tmp_path / "out")
+    assert line["prompt"] == [user, reply, user] and len(line["token_ids"]) == 4
+    llm.end("one-turn")
+    path.write_text("")
+    (tmp_path / "lines").write_text("hello\n")
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert launch("generate", input=tmp_path / "lines", **flags) == 0
+    assert read(tmp_path / "out")[0]["text"] == llm.chat([user], params).text
+    llm.end("line-1")
+    monkeypatch.setattr(llm.tokenizer, "chat_template", None)
+    assert launch("generate", input=tmp_path / "lines", **flags) == 0
+    assert read(tmp_path / "out")[0]["token_ids"] == list(llm.generate(["hello"], params)[0].token_ids)
+    llm.end("line-1")
+
+
+def test_the_example_is_accepted(launch, tmp_path, monkeypatch):
+    """The model of these tests has less context, so nothing runs."""
+    read_all = []
+    monkeypatch.setattr(generate, "generate", lambda _, found, *__: read_all.extend(found) or 0)
+    source = ROOT / "examples" / "conversations.jsonl"
+    flags = {"model": DEFAULT_MODEL, "output": tmp_path / "out"}
+    assert launch("generate", input=source, **flags) == 0
+    assert [len(conversation.turns) for conversation in read_all] == [3, 2, 1, 1, 1]
+    assert [conversation.url for conversation in read_all][-1] == "/v1/chat/completions"
 
 
 def test_another_prompt_in_the_history_is_refused(launch, llm, tmp_path):

@@ -47,9 +47,14 @@ BAD_FLAGS = (
     ("chat", "--gpu_pages=many", "error: flag --gpu_pages=many: must be an integer\n"),
     ("chat", "--top_p=most", "error: flag --top_p=most: must be a number\n"),
     ("chat", "--stateful=perhaps", "error: flag --stateful=perhaps: must be true or false\n"),
-    ("chat", "what", "unexpected arguments: what"),
-    ("generate", "--concurrency=2", "error: --input is missing: JSON lines of conversations (.gz too)."),
-    ("generate", "in.jsonl", "error: unexpected arguments: in.jsonl\n--input is missing: "),
+    ("chat", "one two", "error: ConfigError: model is"),
+    (
+        "generate",
+        "--concurrency=2",
+        "error: --input is missing: JSON lines of conversations, or lines of text (.gz too).",
+    ),
+    ("generate", "in.jsonl", "error: --input is missing: "),
+    ("compare_variants", "model", "error: unexpected arguments: model\n"),
     ("convert_checkpoint", "--seed=1", "\n--target is missing: Directory to write"),
     ("reproduce", "--small", "error: --experiment is missing: "),
     ("simulate_serving", "--seed=1", "error: --trace is missing: "),
@@ -123,7 +128,7 @@ def test_help_is_the_docstring_and_flags_by_group_with_defaults(starts):
     assert "--dtype" in engine and "  --gpu_pages: Pages of device memory for the KV cache; " in cache
     assert "  --[no]prefetch: " in cache and "--cpu_pages" in cache
     assert "  --[no]ignore_eos: " in sampling and "--temperature" in sampling
-    assert "  --input: JSON lines of conversations (.gz too). (required)\n" in own
+    assert "  --input: JSON lines of conversations, or lines of text (.gz too). (required)\n" in own
     assert "  --stop: A string that ends the reply. (may be given several times)\n" in sampling
     assert "--verbosity" not in text and "--helpfull" in text
     full = starts["scripts/generate.py", "--helpfull"]

@@ -33,6 +33,17 @@ while True:
         continue
     print("got", len(line), ascii(line[:40]), flush=True)
 """
+_ANSWERS = """
+import sys
+from pensieve_jax.commands.line_input import LineInput
+with LineInput(None) as lines:
+    for number in (1, 2):
+        print("got", ascii(lines.read(f"{number}> ")), flush=True)
+        print("the reply begins", flush=True)
+        open(sys.argv[1]).close()  # waits until the test opens the other end
+        print("and ends", flush=True)
+print("left", ascii(input("now> ")), flush=True)
+"""
 needs_gnu_readline = pytest.mark.skipif(
     "libedit" in (readline.__doc__ or ""), reason="this Python's readline is libedit"
 )
@@ -95,6 +106,27 @@ def test_pasted_lines_are_one_message_and_so_are_continued_ones(terminal, tmp_pa
     with terminal() as two:
         two.see("> ")
         expect(two, "\x1b[A\x1b[A\r", r"18 'first\nsecond\nthird'")  # each is one line of the history
+
+
+def test_what_is_typed_during_a_reply_is_hidden_and_begins_the_next_line(tmp_path):
+    fifo = tmp_path / "go_on"
+    os.mkfifo(fifo)
+    with Terminal([sys.executable, "-c", _ANSWERS, str(fifo)], root=ROOT, environment=ENVIRONMENT) as one:
+        one.see("1> ")
+        one.type("hello\r")
+        one.see("the reply begins\n")
+        one.type_ahead("thanks\rwhat is\x1b[A my nane\x7f\x7fme")  # with an arrow, and a mistake mended
+        fifo.write_text("")
+        assert one.see("2> ") == "and ends\n2> "
+        one.see("my name")
+        one.type("?\r")
+        one.see(r"got 'thanks\nwhat is my name?'")
+        one.see("the reply begins\n")
+        one.type_ahead("unfinished\rand more\r")
+        fifo.write_text("")
+        assert one.see("now> ") == "and ends\nnow> ", "nothing is sent by itself"
+        one.type("shown\r")
+        one.see("left 'shown'")
 
 
 def test_tab_completes_commands(terminal):

@@ -28,9 +28,10 @@ def pensieve(monkeypatch, capsys):
             main()
         return ended.value.code, *capsys.readouterr()
 
-    before = signal.getsignal(signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
     yield pensieve
-    signal.signal(signal.SIGHUP, before)  # `serve` ignores it
+    for number, handler in before.items():  # `serve` ignores SIGHUP
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(

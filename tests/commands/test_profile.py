@@ -176,13 +176,17 @@ def test_attention_alone_reads_the_pages_of_the_step(steps):
     ],
 )
 def test_refused_before_anything_is_loaded(launch, monkeypatch, flags, says):
-    monkeypatch.setattr(load("profile"), "make_runner", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        load("pensieve_jax.commands.profile_steps"), "make_runner", lambda *_, **__: pytest.fail("loaded")
+    )
     with pytest.raises(ConfigError, match=says):
         launch("profile", shared_llm=False, **flags)
 
 
 def test_without_matplotlib_it_says_so_first(launch, monkeypatch, tmp_path):
-    monkeypatch.setattr(load("profile"), "make_runner", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        load("pensieve_jax.commands.profile_steps"), "make_runner", lambda *_, **__: pytest.fail("loaded")
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         launch("profile", shared_llm=False, plot=tmp_path / "costs.png")

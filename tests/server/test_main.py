@@ -22,15 +22,14 @@ from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.main import (
     EXIT_AT_ONCE,
     EXIT_ENDED,
+    EXIT_INTERRUPTED,
     HttpServer,
     Listening,
     NotListeningError,
-    address_of,
-    bind,
-    bind_in_time,
     history_file,
     serve,
 )
+from pensieve_jax.server.sockets import address_of, bind, bind_in_time
 from tests.engine.harness import Harness
 from tests.server.engine_process.fakes import TIMEOUT_S, FakeEngines, ThreadHandle, spec
 
@@ -138,6 +137,16 @@ def test_running_turns_get_time_to_end() -> None:
         assert running.read().split()[-1] == b"length"
 
     assert run(Client(work), drain_s=TIMEOUT_S, engines=engines) == 0
+
+
+def test_ctrl_c_drains_too_and_the_status_says_so() -> None:
+    def work(ask: Callable[[int], http.client.HTTPResponse]) -> None:
+        running = ask(LONG)
+        running.readline()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert running.read().split()[-1] == b"cancelled"
+
+    assert run(Client(work), drain_s=0.0) == EXIT_INTERRUPTED == 130
 
 
 def test_turns_that_take_longer_are_cancelled() -> None:
@@ -365,7 +374,7 @@ def test_a_server_that_stops_unexpectedly_is_detected():
 
 
 def test_the_server_waits_for_an_address_that_is_about_to_become_free(monkeypatch):
-    monkeypatch.setattr("pensieve_jax.server.main._POLL_S", 0.001)
+    monkeypatch.setattr("pensieve_jax.server.sockets._POLL_S", 0.001)
 
     async def work():
         first = bind("127.0.0.1", 0)

@@ -44,7 +44,8 @@ from model_defs import ModelConfig, num_parameters
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.engine_flags import shows_progress
 from pensieve_jax.commands.help import require
-from pensieve_jax.commands.launch import EXIT_INTERRUPTED, Interrupt, run
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED
+from pensieve_jax.commands.launch import Interrupt, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.text import Tokenizer, load_tokenizer
 from pensieve_lab.chat_training.checkpoints import Checkpoints, has_training, record_settings

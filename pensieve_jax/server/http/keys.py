@@ -1,7 +1,7 @@
 """API keys and their owners.
 
-Owns: the file of keys, finding the owner of a request's key, which keys are operators', and telling requests
-in progress that their key was revoked.
+Owns: the file of keys, the only key of a server without one, finding the owner of a request's key, which keys
+are operators', and telling requests in progress that their key was revoked.
 Does not know: HTTP beyond the texts of two headers, or what owners own.
 Called by the application, by `pensieve serve`, and by the Ray Serve app.
 
@@ -42,12 +42,20 @@ class Key(NamedTuple):
 
 
 class ApiKeys:
-    """The keys of one file, which can be reloaded while the server runs."""
+    """The keys of one file, which can be reloaded while the server runs, or one key without a file."""
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        """Read the file; None means that no key is needed. Raises ConfigError naming `api_keys_file`."""
+    def __init__(self, path: str | os.PathLike[str] | None, sha256: str | None = None) -> None:
+        """Read the file; raises ConfigError naming `api_keys_file`. Without either no key is needed.
+
+        Args:
+          path: the file, or None.
+          sha256: SHA-256 of the only key, in hexadecimal digits, in place of a file. Its owner is the one of
+            all clients without keys, so that a server finds their conversations again.
+        """
         self._path = None if path is None else Path(path)
         self._keys: list[Key] = []
+        if sha256 is not None:
+            self._keys = [Key(bytes.fromhex(sha256), "", is_operator=True)]
         self._watches: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._on_change: list[Callable[[], object]] = []
         if self._path is not None:
@@ -56,7 +64,7 @@ class ApiKeys:
     @property
     def are_required(self) -> bool:
         """Whether requests need a key."""
-        return self._path is not None
+        return self._path is not None or bool(self._keys)
 
     def reload(self) -> int:
         """Read the file again and return the number of keys; if it raises ConfigError, the old keys stay.

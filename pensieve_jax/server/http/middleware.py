@@ -168,7 +168,7 @@ class HostCheck:
         """Check names if the server has no keys or `allowed_hosts` is set."""
         self._app = app
         self._names = {name.lower() for name in settings.allowed_hosts}
-        self._is_on = bool(self._names) or settings.api_keys_file is None
+        self._is_on = bool(self._names) or not settings.needs_keys
         self._names.add(settings.host.lower().strip("[]"))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,7 +211,7 @@ class OriginCheck:
         """Allow pages of the server itself and of `cors_origin`; with keys, check nothing."""
         self._app = app
         self._origins = frozenset(settings.cors_origin)
-        self._is_on = settings.api_keys_file is None and "*" not in self._origins
+        self._is_on = not settings.needs_keys and "*" not in self._origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "OPTIONS":

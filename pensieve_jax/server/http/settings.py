@@ -22,6 +22,7 @@ from pensieve_jax.text.tool_formats import AUTO, Parsers, reasoning_format, tool
 
 TOOLS: Final = get_args(Offers.__value__)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:\d{1,5})?\Z")
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}\Z")
 _DATE = re.compile(r"\d{4}-\d\d-\d\d\Z")
 _DATE_S: Final = 36 * 3600.0  # from its beginning in UTC to its end in the last time zone
 MAX_BODY_BYTES = 10 * 2**20
@@ -36,7 +37,10 @@ class ServerSettings:
 
     Attributes:
       host, port: the address to listen on; port 0 chooses a free port.
-      api_keys_file: file with lines `owner:sha256 of the key`; None needs no keys and allows loopback only.
+      api_keys_file: file with lines `owner:sha256 of the key`. Without it and `api_key_sha256`, requests need
+        no key, and only a loopback address is allowed.
+      api_key_sha256: SHA-256, in hexadecimal digits, of the only key, in place of a file. All of its clients
+        are one owner, as without keys.
       cors_origin: origins, such as "https://chat.example.com", whose pages may read responses; "*" is any.
       allowed_hosts: Host names that clients may use besides those of loopback; without keys, requests with
         any other name are rejected.
@@ -73,6 +77,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys_file: str | None = None
+    api_key_sha256: str | None = None
     cors_origin: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     served_model_name: str | None = None
@@ -113,9 +118,16 @@ class ServerSettings:
                 raise ConfigError("cors_origin", origin, limit)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "from 0 to 65535")
-        if self.api_keys_file is None and not self.is_loopback:
+        if self.api_keys_file is not None and self.api_key_sha256 is not None:
+            limit = "left out beside one key: give PENSIEVE_API_KEY or --api_key, or the file"
+            raise ConfigError("api_keys_file", self.api_keys_file, limit)
+        if self.api_key_sha256 is not None and not _SHA256.match(self.api_key_sha256):
+            # The value is not shown: it may be a key, given by mistake.
+            raise ConfigError("api_key_sha256", "(not shown)", "64 hexadecimal digits")
+        if not self.needs_keys and not self.is_loopback:
             limit = "a loopback address, such as 127.0.0.1, if there are no keys"
-            raise ConfigError("host", self.host, limit, "give --api_keys_file to serve other machines")
+            advice = "set PENSIEVE_API_KEY or give --api_keys_file to serve other machines"
+            raise ConfigError("host", self.host, limit, advice)
         for name in ("max_index_bytes", "max_body_bytes", "max_in_flight_per_key", "queue_per_running"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "at least 1")
@@ -141,6 +153,11 @@ class ServerSettings:
             )
         if not self.drain_s >= 0:
             raise ConfigError("drain_s", self.drain_s, "at least 0")
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether requests need a key."""
+        return self.api_keys_file is not None or self.api_key_sha256 is not None
 
     def resource_budgets(self) -> dict[Resource, Budget]:
         """Return the budget of each resource; raise ConfigError for one that is unknown or below 1."""

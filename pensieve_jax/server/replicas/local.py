@@ -34,7 +34,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.opening import check_reachable
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_ENDED, address_of, bind
+from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_ENDED
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 from pensieve_jax.server.replicas.startup import (
@@ -45,6 +45,7 @@ from pensieve_jax.server.replicas.startup import (
     problem_in_words,
     reporting_start,
 )
+from pensieve_jax.server.sockets import address_of, bind
 
 _log = logging.getLogger(__name__)
 

@@ -135,7 +135,7 @@ def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
         name: tuple(value) if isinstance(value, list) else value for name, value in server.items()
     }
     settings, plan = ServerSettings(**as_tuples), ReplicaPlan(config=config, **given)
-    if wants_keys and settings.api_keys_file is None:
+    if wants_keys and not settings.needs_keys:
         limit = f"given, or {_NO_KEYS}: true beside it"
         advice = "without keys, every client of Serve's proxies may read and delete everything"
         raise ConfigError("args.server.api_keys_file", None, limit, advice)

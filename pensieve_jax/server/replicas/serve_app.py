@@ -28,7 +28,7 @@ from pensieve_jax.server.engine_process.messages import Call
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import LogFormat, log_to, log_uncaught
-from pensieve_jax.server.main import Listening, bind_in_time
+from pensieve_jax.server.main import Listening
 from pensieve_jax.server.replicas.links import (
     REPORT,
     ReplicaReport,
@@ -45,6 +45,7 @@ from pensieve_jax.server.replicas.retry import stored_outputs
 from pensieve_jax.server.replicas.routed_engine import RoutedEngine
 from pensieve_jax.server.replicas.scaling import QUEUED_TOKENS
 from pensieve_jax.server.replicas.serve_middleware import ChunkRateLimiter, ProxyRequestIdMiddleware
+from pensieve_jax.server.sockets import bind_in_time
 from pensieve_jax.server.watchdog import SILENCE_S, Watchdog
 
 _log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class Front:
         """
         _log_as(log_format)
         self._settings = settings
-        self._keys = ApiKeys(settings.api_keys_file)
+        self._keys = ApiKeys(settings.api_keys_file, settings.api_key_sha256)
         # A front end that hung may still hold the address, for as long as Serve waits for its end.
         socket_ = None if address is None else await bind_in_time(*address, settings.drain_s + FLUSH_S)
         self._listener = ReportListener()

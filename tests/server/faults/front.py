@@ -24,7 +24,8 @@ from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.logs import log_to
-from pensieve_jax.server.main import bind, serve
+from pensieve_jax.server.main import serve
+from pensieve_jax.server.sockets import bind
 from tests.server.faults import worker
 from tests.server.faults.worker import FORKS
 

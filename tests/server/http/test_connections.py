@@ -11,7 +11,8 @@ import pytest
 
 from pensieve_jax.server.http import connections
 from pensieve_jax.server.http.connections import MAX_HEAD_BYTES
-from pensieve_jax.server.main import Listening, bind
+from pensieve_jax.server.main import Listening
+from pensieve_jax.server.sockets import bind
 from tests.deadlines import TIMEOUT_S
 
 START = b"POST /echo HTTP/1.1\r\nhost: here\r\n"

@@ -21,7 +21,8 @@ from pensieve_jax.server.http.replies import (
 )
 from pensieve_jax.server.http.request import ClientGoneError, HttpRequest
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.main import Listening, bind
+from pensieve_jax.server.main import Listening
+from pensieve_jax.server.sockets import bind
 from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import Harness
 

@@ -11,9 +11,10 @@ import pytest
 from pensieve_jax.core.errors import EngineClosedError, EngineDiedError, UnknownTurnError
 from pensieve_jax.server.http.keys import ApiKeys
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.main import Listening, NotListeningError, bind
+from pensieve_jax.server.main import Listening, NotListeningError
 from pensieve_jax.server.replicas.plan import ReplicaPlan
 from pensieve_jax.server.replicas.report_stream import ReportLinks, ReportListener
+from pensieve_jax.server.sockets import bind
 from tests.server.replicas.fakes import FakeReplicas, routed, spec_of
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
