@@ -170,7 +170,7 @@ def test_a_request_that_fails_is_no_answer(thaws):
         model.cells(max_batch=2), model.unfold, config, observe=beginnings.observe, progress=False
     ) as engine:
         (worker,) = engine.workers
-        worker.executables = dict.fromkeys(worker.executables, _broken)
+        worker.programs.compiled = dict.fromkeys(worker.programs.compiled, _broken)
         requests = [model.request([1, 2, 3])] * 4
         with pytest.raises(LaunchFailedError, match="planted"):
             real_time.serve(engine, requests, np.zeros(4), beginnings)

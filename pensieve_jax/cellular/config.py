@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pensieve_jax.core.options import (
+    TRUTH,
     check_options,
     count,
     documented,
@@ -85,6 +86,14 @@ class CellularConfig:
         None,
         optional(count(1)),
         "Most requests that wait for rows; with more, `submit` raises. None means no limit.",
+    )
+
+    compile_at_start: bool = option(
+        False,
+        TRUTH,
+        "Whether the start compiles every program, so that serving compiles nothing. By default it compiles "
+        "the smallest batch of each cell, and the others when they are first needed: launches then wait for "
+        "each new batch size.",
     )
 
     def __post_init__(self) -> None:

@@ -6,22 +6,21 @@ Does not know: how cells are chosen, or what they compute.
 
 from __future__ import annotations
 
-import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
 from pensieve_jax.cellular.admission import Unfold, UnfoldMany
 from pensieve_jax.cellular.cells import Cell, CellTypes
-from pensieve_jax.cellular.config import TASKS_PER_PROGRAM, CellularConfig
-from pensieve_jax.cellular.device.programs import CellProgram, cell_program
+from pensieve_jax.cellular.config import CellularConfig
+from pensieve_jax.cellular.device.device_programs import DevicePrograms
+from pensieve_jax.cellular.device.programs import cell_program
 from pensieve_jax.cellular.device.worker import DeviceWorker
 from pensieve_jax.cellular.errors import LaunchFailedError
 from pensieve_jax.cellular.launches import Launch
@@ -33,13 +32,7 @@ from pensieve_jax.cellular.scheduler import CellScheduler
 from pensieve_jax.core.change_guard import ChangeGuard
 from pensieve_jax.core.errors import ConfigError, EngineClosedError, InvalidFieldError
 from pensieve_jax.core.outputs import all_results
-from pensieve_jax.runtime.compilation import (
-    CompilationCounter,
-    CompilationJob,
-    compile_all,
-    keep_compilations_in,
-)
-from pensieve_jax.runtime.program import Program
+from pensieve_jax.runtime.compilation import CompilationCounter, compile_all, keep_compilations_in
 
 if TYPE_CHECKING:
     from model_defs.recurrent import RecurrentCell
@@ -69,7 +62,7 @@ class CellularEngine:
         compilation_cache_dir: str | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Compile all programs, so that serving compiles nothing.
+        """Trace all cells, and compile the first program of each, or all if `compile_at_start` is set.
 
         Args:
           cells: the cells of all requests.
@@ -101,18 +94,22 @@ class CellularEngine:
         if compilation_cache_dir is not None:
             keep_compilations_in(compilation_cache_dir)
         self._num_rows = num_rows_for(config.num_rows, self.types.row_bytes)
-        programs = [cell_program(self.types, kind) for kind in self.types.types]
+        traced = [cell_program(self.types, kind, self._num_rows) for kind in self.types.types]
+        devices = devices[: config.num_devices]
+        programs = [
+            DevicePrograms(self.types, traced, self._num_rows, config.max_num_tasks, device)
+            for device in devices
+        ]
+        self._compile_start(programs, sys.stderr.isatty() if progress is None else progress)
         self.workers: list[DeviceWorker] = []
-        shows = sys.stderr.isatty() if progress is None else progress
-        for device in devices[: config.num_devices]:
-            executables = self._compiled(programs, device, shows)
-            DeviceWorker(self.types, programs, executables, self._num_rows, device, self.workers)
+        for device, own in zip(devices, programs, strict=True):
+            DeviceWorker(self.types, traced, own, self._num_rows, device, self.workers)
         self._launches_in_flight = config.launches_in_flight or (1 if devices[0].platform == "cpu" else 2)
         self._observe = observe
         self._launched: list[Launch] = []
         self._is_closed = False
         self._guard = ChangeGuard(self._recover)
-        self.restart_with(make_scheduler)
+        self._begin(make_scheduler)
         for worker in self.workers:
             worker.warm_up()
         self._counter = CompilationCounter()
@@ -146,6 +143,8 @@ class CellularEngine:
     def wait(self) -> None:
         """Wait until a launch has finished, for the next `step`; return at once if none is in flight.
 
+        If a launch waits for its programs and no other is in flight, wait for one of these.
+
         JAX waits for one given array, not for the first of several. So this waits for the device whose oldest
         launch started first, and another device may be idle meanwhile. A caller that cannot accept this calls
         `step` repeatedly instead.
@@ -154,6 +153,8 @@ class CellularEngine:
         busy = [worker for worker in self.workers if worker.num_in_flight]
         if busy and not any(worker.has_ended for worker in busy):
             min(busy, key=lambda worker: worker.begun_s).wait()
+        elif not busy and self._loop.held is not None:
+            self.workers[self._loop.held.worker].programs.wait()
 
     def cancel(self, request: CellRequest) -> bool:
         """Cancel a request; return False if it is done, or was submitted to another engine."""
@@ -193,6 +194,7 @@ class CellularEngine:
           ConfigError: a launch is in flight.
         """
         num_in_flight = sum(worker.num_in_flight for worker in self.workers)
+        num_in_flight += self._loop.held is not None
         if num_in_flight and not self._guard.interrupted:
             raise ConfigError("launches in flight", num_in_flight, "0 before the scheduler is replaced")
         self._begin(make_scheduler)
@@ -206,9 +208,11 @@ class CellularEngine:
     def stats(self) -> dict[str, int]:
         """Return counters of requests since the start, and of requests in the engine now.
 
-        `num_compilations` counts all compilations in this process since the start, by any code.
+        `num_programs` counts the compiled programs of all devices. `num_compilations` counts all compilations
+        in this process since the start, by any code.
         """
         return {
+            "num_programs": sum(len(worker.programs.compiled) for worker in self.workers),
             "num_compilations": self._counter.value,
             "num_submitted": self.processor.requests.num_ever,
             "num_answered": self.processor.num_answered,
@@ -221,10 +225,15 @@ class CellularEngine:
         }
 
     def close(self) -> None:
-        """Free the device memory, and fail unfinished requests with EngineClosedError."""
+        """Free the device memory, and fail unfinished requests with EngineClosedError.
+
+        A program that is being compiled is waited for.
+        """
         self._is_closed = True
         for handle in self.processor.handles.values():
             handle.fail(EngineClosedError("The engine was closed."))
+        for worker in self.workers:
+            worker.programs.close()
         self.workers.clear()
 
     def __enter__(self) -> Self:
@@ -277,38 +286,13 @@ class CellularEngine:
         self._launched.clear()
         self._begin(self._make_scheduler)
 
-    def _compiled(
-        self, programs: Sequence[CellProgram], device: jax.Device, progress: bool
-    ) -> dict[tuple[int, int, int], jax.stages.Compiled]:
-        """Compile every type, number of tasks and batch size for one device."""
-        found: dict[tuple[int, int, int], jax.stages.Compiled] = {}
-        sharding = SingleDeviceSharding(device)
-        num_rows = self._num_rows
-
-        def on_device(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-        def pool(kind: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-            fields = self.types.kinds[kind]
-            return tuple(on_device((num_rows + 1, *one.shape), one.dtype) for _, one in fields)
-
-        jobs = []
-        for kind, program in zip(self.types.types, programs, strict=True):
-            num_words = 1 + len(kind.input_kinds) + len(kind.immediates)
-            others = tuple(pool(one) for one in program.other_kinds)
-            run = program.on(device)
-            weights = tuple(on_device(one.shape, one.dtype) for one in program.weights)
-            for num in (one for one in TASKS_PER_PROGRAM if one <= self._config.max_num_tasks):
-                for size in kind.batch_sizes:
-                    words = on_device((num, num_words, size), np.int32)
-                    keep = functools.partial(found.__setitem__, (kind.index, num, size))
-                    lowered = Program(run, (pool(kind.state_kind), others, weights, words), {})
-                    jobs.append(CompilationJob(f"{kind.name} {num} x {size}", lowered, keep))
+    def _compile_start(self, programs: Iterable[DevicePrograms], progress: bool) -> None:
+        """Compile what the start compiles: all programs, or the first of each type."""
+        jobs = [job for one in programs for job in one.jobs(all_programs=self._config.compile_at_start)]
         with tqdm(total=len(jobs), desc="compiling", disable=not progress, leave=False) as bar:
             for name in compile_all(jobs):
                 bar.set_postfix_str(name, refresh=False)
                 bar.update()
-        return found
 
 
 def _renumbered(error: InvalidFieldError, first: int, num: int, num_all: int) -> InvalidFieldError:

@@ -21,15 +21,23 @@ class Worker(Protocol):
     def num_in_flight(self) -> int:
         """Launches that were begun and not yet reported by `poll`."""
 
+    def prepare(self, launch: Launch) -> bool:
+        """Return whether a launch can begin; if not, prepare it without waiting."""
+
     def launch(self, launch: Launch) -> None:
-        """Begin a launch without waiting. `poll` reports errors."""
+        """Begin a prepared launch without waiting. `poll` reports errors."""
 
     def poll(self) -> Iterable[Done]:
         """Return the launches that have finished since the last call, in order."""
 
 
 class Loop:
-    """Event loop of one cellular engine."""
+    """Event loop of one cellular engine.
+
+    Attributes:
+      held: the launch that was formed and whose programs are being compiled, or None. No other launch begins
+        before it, on any device, since later ones may overwrite the rows that it reads.
+    """
 
     def __init__(
         self,
@@ -50,6 +58,7 @@ class Loop:
         self._observe = observe
         self._processor, self._workers = processor, workers
         self._most = launches_in_flight
+        self.held: Launch | None = None
 
     def step(self) -> list[CellRequest]:
         """Process finished launches, then fill every worker; return the finished requests."""
@@ -57,13 +66,29 @@ class Loop:
         for worker in self._workers:
             for done in worker.poll():
                 ended += self._processor.completed(done)
+        if self.held is None or self._begin(self.held):
+            self._fill()
+        return self._processor.scheduler.reportable(ended)
+
+    def _fill(self) -> None:
+        """Begin launches until every worker is full or lacks work, or a launch has to be held."""
         for index, worker in enumerate(self._workers):
             while worker.num_in_flight < self._most:
                 launch = self._processor.scheduler.schedule(index)
                 if launch is None:
                     break
                 self._processor.launched(launch)
-                worker.launch(launch)
-                if self._observe is not None:
-                    self._observe(launch)
-        return self._processor.scheduler.reportable(ended)
+                if not self._begin(launch):
+                    return
+
+    def _begin(self, launch: Launch) -> bool:
+        """Begin a launch, or hold it and return False."""
+        worker = self._workers[launch.worker]
+        if not worker.prepare(launch):
+            self.held = launch
+            return False
+        self.held = None
+        worker.launch(launch)
+        if self._observe is not None:
+            self._observe(launch)
+        return True

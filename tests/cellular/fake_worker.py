@@ -47,6 +47,10 @@ class FakeWorker:
         """Launches that are in flight."""
         return [done.launch for done in self._flying]
 
+    def prepare(self, launch: Launch) -> bool:
+        """Return True: a launch can always begin."""
+        return True
+
     def launch(self, launch: Launch) -> None:
         sources = [self._peers[move.source] for move in launch.moves]
         if self.is_lost or any(source.is_lost for source in sources):

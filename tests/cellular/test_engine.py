@@ -62,7 +62,14 @@ def unfold_with(gru: Gru) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(gru: Gru) -> Any:
-    config = CellularConfig(num_rows=16, max_num_tasks=2, max_nodes=60, max_depth=50, max_num_waiting=40)
+    config = CellularConfig(
+        num_rows=16,
+        max_num_tasks=2,
+        max_nodes=60,
+        max_depth=50,
+        max_num_waiting=40,
+        compile_at_start=True,
+    )
     cell = Cell(gru, "gru", max_batch=4, batch_sizes=(4,))
     with CellularEngine([cell], unfold_with(gru), config, progress=False) as engine:
         yield engine
@@ -217,7 +224,9 @@ def test_a_device_that_loses_its_rows_between_two(place):
         for _ in range(6):
             engine.step()
         worker = engine.workers[place]
-        worker.executables = {key: Broken(one, deletes=True) for key, one in worker.executables.items()}
+        worker.programs.compiled = {
+            key: Broken(one, deletes=True) for key, one in worker.programs.compiled.items()
+        }
         while not all(handle.done for handle in handles):
             engine.step()
         failed = [handle for handle in handles if handle.error is not None]
@@ -240,7 +249,9 @@ def test_a_launch_that_fails(gru, deletes):
         handles = engine.submit_many([[1, 2, 3], [4, 5, 6, 7], [8, 9]])
         (worker,) = engine.workers
         engine.step()
-        worker.executables = {key: Broken(one, deletes=deletes) for key, one in worker.executables.items()}
+        worker.programs.compiled = {
+            key: Broken(one, deletes=deletes) for key, one in worker.programs.compiled.items()
+        }
         while not all(handle.done for handle in handles):
             engine.step()
         for handle in handles[:2]:
@@ -257,7 +268,9 @@ def test_the_error_of_one_request_carries_the_others_answers(gru):
     cell = Cell(gru, "gru", max_batch=1, batch_sizes=(1,))
     with CellularEngine([cell], unfold_with(gru), config, progress=False) as engine:
         (worker,) = engine.workers
-        worker.executables = {key: Broken(one, deletes=False) for key, one in worker.executables.items()}
+        worker.programs.compiled = {
+            key: Broken(one, deletes=False) for key, one in worker.programs.compiled.items()
+        }
         with pytest.raises(LaunchFailedError, match="planted") as caught:
             engine.run([[1, 2, 3], [4, 5], [8, 9]])
         assert caught.value.outputs is not None

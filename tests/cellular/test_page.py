@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from model_defs.recurrent import LSTM, Mamba, Seq2Seq, TreeLSTM
 from model_defs.recurrent.mamba_config import parse_mamba
-from pensieve_jax.cellular import CellularConfig, engine, launches
+from pensieve_jax.cellular import CellularConfig
 from pensieve_jax.cellular.cells import CellTypes
 from pensieve_jax.cellular.rows import num_rows_for
 from tests.launching import ROOT
@@ -42,8 +42,6 @@ def test_the_python_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for module in (engine, launches):  # programs of one task suffice here, and compile fastest
-        monkeypatch.setattr(module, "TASKS_PER_PROGRAM", (1,))
     names: dict[str, Any] = {}
     for block in BLOCKS:
         exec(compile(block, "cells.md", "exec"), names)

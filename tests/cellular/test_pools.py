@@ -15,8 +15,10 @@ _NUM_ROWS = 777  # a size that occurs nowhere else
 def check_no_copies(name: str, batch_sizes: tuple[int, ...]) -> None:
     model = MODELS[name]()
     cells = [cell._replace(max_batch=batch_sizes[-1], batch_sizes=batch_sizes) for cell in model.cells()]
-    with CellularEngine(cells, model.unfold, CellularConfig(num_rows=_NUM_ROWS), progress=False) as engine:
-        for key, run in engine.workers[0].executables.items():
+    with CellularEngine(
+        cells, model.unfold, CellularConfig(num_rows=_NUM_ROWS, compile_at_start=True), progress=False
+    ) as engine:
+        for key, run in engine.workers[0].programs.compiled.items():
             text = run.as_text()
             copies = re.findall(rf"= \w+\[{_NUM_ROWS + 1}(?:,\d+)*\]\S* copy\(.*", text)
             assert not copies, (key, copies)

@@ -27,7 +27,7 @@ VOCAB = 40  # the same as for random trees
 
 def engine_of(model: Any, num_devices: int) -> CellularEngine:
     cells = [cell._replace(max_batch=4, batch_sizes=(1, 4)) for cell in model.cells()]
-    config = CellularConfig(num_rows=64, num_devices=num_devices, max_num_tasks=1)
+    config = CellularConfig(num_rows=64, num_devices=num_devices, max_num_tasks=1, compile_at_start=True)
     return CellularEngine(cells, model.unfold, config, progress=False)
 
 
@@ -47,15 +47,17 @@ def test_nothing_is_compiled_after_the_engine_was_created() -> None:
     model = TreeLSTM.random(hidden_size=8, vocab_size=VOCAB, seed=0)
     rng = random.Random(new_seed())
     with engine_of(model, 2) as engine:
-        whole = [worker.executables for worker in engine.workers]
+        whole = [worker.programs.compiled for worker in engine.workers]
         handles = []
         for part in range(60):
             for worker, executables in zip(engine.workers, whole, strict=True):
-                worker.executables = executables
+                worker.programs.compiled = executables
             if part in range(20, 25) or part in range(40, 45):  # first with a device's rows, later without
                 worker = engine.workers[part % 2]
-                broken = {key: Broken(one, deletes=part < 40) for key, one in worker.executables.items()}
-                worker.executables = broken
+                broken = {
+                    key: Broken(one, deletes=part < 40) for key, one in worker.programs.compiled.items()
+                }
+                worker.programs.compiled = broken
             handles += engine.submit_many(
                 [model.request(random_tree(rng, rng.randint(1, 30))) for _ in range(rng.randint(1, 4))]
             )
@@ -148,8 +150,8 @@ def test_the_engine_does_not_wait_for_a_failed_launch(
     slow_engine: CellularEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = slow_engine.workers[-1]
-    broken = {key: Broken(one, deletes=False) for key, one in worker.executables.items()}
-    monkeypatch.setattr(worker, "executables", broken)
+    broken = {key: Broken(one, deletes=False) for key, one in worker.programs.compiled.items()}
+    monkeypatch.setattr(worker.programs, "compiled", broken)
     handles = slow_engine.submit_many([2] * 12)
     slow_engine.step()
     slow_engine.wait()
@@ -202,7 +204,7 @@ def unfold_several(words: Sequence[int], graph: Graph) -> None:
 @pytest.fixture
 def cheap_engine() -> Iterator[CellularEngine]:
     cells = [Cell(STEP, "step", 64, batch_sizes=(64,)), Cell(PAIR, "pair", 64, 1, batch_sizes=(64,))]
-    config = CellularConfig(num_rows=2000, num_devices=2, max_num_tasks=5)
+    config = CellularConfig(num_rows=2000, num_devices=2, max_num_tasks=5, compile_at_start=True)
     with CellularEngine(cells, unfold_several, config, progress=False) as engine:
         yield engine
 

@@ -45,6 +45,10 @@ class _NoDevice:
     def num_in_flight(self) -> int:
         return len(self._launches)
 
+    def prepare(self, launch: Launch) -> bool:
+        """Return True: a launch can always begin."""
+        return True
+
     def launch(self, launch: Launch) -> None:
         self._launches.append(launch)
         self.num_launches += 1

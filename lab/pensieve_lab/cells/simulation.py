@@ -49,6 +49,10 @@ class VirtualWorker:
         """End time of the oldest launch; infinity without launches."""
         return self._flying[0][0] if self._flying else np.inf
 
+    def prepare(self, launch: Launch) -> bool:
+        """Return True: a launch can always begin."""
+        return True
+
     def launch(self, launch: Launch) -> None:
         """Queue a launch behind those in flight."""
         parts = launch.parts

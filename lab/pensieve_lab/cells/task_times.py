@@ -34,7 +34,7 @@ def task_times(engine: CellularEngine, *, seed: int, shown: bool) -> list[dict[s
         for kind in engine.types.types
         for size in kind.batch_sizes
         for num in TASKS_PER_PROGRAM
-        if (kind.index, num, size) in engine.workers[0].executables
+        if (kind.index, num, size) in engine.workers[0].programs.compiled
     ]
     rows = []
     rng = np.random.default_rng(seed)

@@ -143,7 +143,7 @@ def main() -> int:
     with CellularEngine(
         model.cells,
         model.unfold,
-        CellularConfig(num_rows=FLAGS.num_rows),
+        CellularConfig(num_rows=FLAGS.num_rows, compile_at_start=True),
         compilation_cache_dir=FLAGS.compilation_cache_dir,
         unfold_many=model.unfold_many,
         progress=shows_progress(),

@@ -175,7 +175,10 @@ def main() -> int:
     model = model_from_flags()
     check_rows(model)
     config = CellularConfig(
-        num_devices=FLAGS.num_devices, num_rows=FLAGS.num_rows, max_num_tasks=FLAGS.max_num_tasks
+        num_devices=FLAGS.num_devices,
+        num_rows=FLAGS.num_rows,
+        max_num_tasks=FLAGS.max_num_tasks,
+        compile_at_start=True,
     )
     beginnings = BeginTimes()
     with CellularEngine(

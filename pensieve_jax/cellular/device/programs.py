@@ -5,6 +5,10 @@ Does not know: which rows are used, or when a program runs.
 
 Several tasks of a launch form one executable, since the host needs longer to launch a cell than a GPU to run
 it. Each task gathers rows, runs the cell, and scatters the results, in place on the same donated pool.
+
+The module is traced for each batch size when the engine is created, and programs are made from them.
+A program that is compiled later thus depends neither on later changes of the module, nor on the JAX settings
+of another thread.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import SingleDeviceSharding
 
 from pensieve_jax.cellular.cells import CellType, CellTypes, Field, Kind
@@ -66,58 +71,106 @@ def host_sharding(device: jax.Device) -> SingleDeviceSharding:
     return SingleDeviceSharding(device, memory_kind="pinned_host" if device.platform == "gpu" else None)
 
 
-def cell_program(types: CellTypes, kind: CellType) -> CellProgram:
-    """Build and check the program of one type.
+def cell_program(types: CellTypes, kind: CellType, num_rows: int) -> CellProgram:
+    """Check the module of one type, trace it for every batch size, and build its program.
 
     Raises:
       CellError: the module does not return its state, or cannot be called as `Cell` describes.
     """
-    cell = types.cells[kind.index]
-    call, weights = _pure(cell.module)
-    others = tuple(dict.fromkeys(one for one in kind.input_kinds if one != kind.state_kind))
-    state = types.kinds[kind.state_kind]
-    fields = [[name for name, _ in types.kinds[one]] for one in kind.input_kinds]
     check_cell(types, kind)
+    _, weights = _pure(types.cells[kind.index].module)
+    others = tuple(dict.fromkeys(one for one in kind.input_kinds if one != kind.state_kind))
+    traced = _traced(types, kind, others, num_rows)
 
     def run_tasks(
         pool: Pool, other_pools: tuple[Pool, ...], weights: tuple[jax.Array, ...], words: jax.Array
     ) -> tuple[Pool, Pool, jax.Array]:
+        run_task = traced[words.shape[2]]
         emitted = []
-        num = words.shape[2]
-        if num == 1:
-            words = jnp.concatenate([words, _nothing(words, kind, pool)], axis=2)
         for task in words:
-            pools = {kind.state_kind: pool, **dict(zip(others, other_pools, strict=True))}
-            first = 1 + len(kind.input_kinds)
-            inputs = tuple(
-                {
-                    name: array.at[rows].get(mode="promise_in_bounds")
-                    for name, array in zip(fields[slot], pools[one], strict=True)
-                }
-                for slot, (one, rows) in enumerate(zip(kind.input_kinds, task[1:first], strict=True))
-            )
-            immediates = dict(zip(kind.immediates, task[first:], strict=True))
-            result = call(weights, inputs, immediates, words.shape[2])
-            pool = tuple(
-                array.at[task[0]].set(result[name], mode="drop", unique_indices=True)
-                for (name, _), array in zip(state, pool, strict=True)
-            )
-            emitted.append([result[name][:num] for name, _ in kind.emits])
+            pool, values = run_task(pool, other_pools, weights, task)
+            emitted.append(values)
         by_field = tuple(jnp.stack(values) for values in zip(*emitted, strict=True))
         return pool, by_field, words[0, 0, 0]
 
     return CellProgram(run_tasks, weights, others)
 
 
-def _nothing(words: jax.Array, kind: CellType, pool: Pool) -> jax.Array:
-    """Return a padding node per task, which reads the initial state and writes past all rows (no effect).
+def _traced(
+    types: CellTypes, kind: CellType, others: tuple[int, ...], num_rows: int
+) -> dict[int, Callable[..., tuple[Pool, Pool]]]:
+    """Trace one task for every batch size.
 
-    A batch of one would be a slice of the pool, and XLA copies the pool between reading and writing slices.
+    Return functions of (pool, other pools, weights, words i32[words, B]), which return the pool and the
+    emitted fields [B].
+    """
+    call, weights = _pure(types.cells[kind.index].module)
+    state = types.kinds[kind.state_kind]
+    fields = [[name for name, _ in types.kinds[one]] for one in kind.input_kinds]
+
+    def run_task(
+        pool: Pool, other_pools: tuple[Pool, ...], weights: tuple[jax.Array, ...], task: jax.Array
+    ) -> tuple[Pool, Pool]:
+        num = task.shape[1]
+        if num == 1:
+            task = jnp.concatenate([task, _nothing(task, kind, pool)], axis=1)
+        pools = {kind.state_kind: pool, **dict(zip(others, other_pools, strict=True))}
+        first = 1 + len(kind.input_kinds)
+        inputs = tuple(
+            {
+                name: array.at[rows].get(mode="promise_in_bounds")
+                for name, array in zip(fields[slot], pools[one], strict=True)
+            }
+            for slot, (one, rows) in enumerate(zip(kind.input_kinds, task[1:first], strict=True))
+        )
+        immediates = dict(zip(kind.immediates, task[first:], strict=True))
+        result = call(weights, inputs, immediates, task.shape[1])
+        pool = tuple(
+            array.at[task[0]].set(result[name], mode="drop", unique_indices=True)
+            for (name, _), array in zip(state, pool, strict=True)
+        )
+        return pool, tuple(result[name][:num] for name, _ in kind.emits)
+
+    pools = tuple(pool_shapes(types.kinds[one], num_rows) for one in (kind.state_kind, *others))
+    shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in weights)
+    return {
+        size: _replayed(run_task, pools[0], pools[1:], shapes, words_shape(kind, size))
+        for size in kind.batch_sizes
+    }
+
+
+def _replayed(function: Callable[..., Any], *shapes: Any) -> Callable[..., Any]:
+    """Trace `function` now; return one that replays the trace."""
+    jaxpr, told = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    structure = jax.tree.structure(told)
+
+    def replay(*arguments: Any) -> Any:
+        return jax.tree.unflatten(structure, jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arguments)))
+
+    return replay
+
+
+def words_shape(kind: CellType, batch_size: int, num_tasks: int | None = None) -> jax.ShapeDtypeStruct:
+    """Return the shape of a task's words, i32[words, B], or those of `num_tasks`, i32[k, words, B]."""
+    task = (1 + len(kind.input_kinds) + len(kind.immediates), batch_size)
+    return jax.ShapeDtypeStruct(task if num_tasks is None else (num_tasks, *task), np.int32)
+
+
+def pool_shapes(kind: Kind, num_rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return the shapes of a pool."""
+    return tuple(jax.ShapeDtypeStruct((num_rows + 1, *one.shape), one.dtype) for _, one in kind)
+
+
+def _nothing(task: jax.Array, kind: CellType, pool: Pool) -> jax.Array:
+    """Return the words of a padding node, i32[words, 1].
+
+    It reads the initial state and writes past all rows, which has no effect. A batch of one would be a slice
+    of the pool, and XLA copies the pool between reading and writing slices.
     """
     num_rows = pool[0].shape[0] - 1
-    place = np.zeros((words.shape[1], 1), np.int32)
+    place = np.zeros((task.shape[0], 1), np.int32)
     place[0], place[1 : 1 + len(kind.input_kinds)] = num_rows + 1, num_rows
-    return jnp.broadcast_to(place, (words.shape[0], *place.shape))
+    return jnp.asarray(place)
 
 
 def check_cell(types: CellTypes, kind: CellType) -> None:
@@ -212,7 +265,7 @@ def _check_batch(types: CellTypes, kind: CellType, batch: int) -> None:
 
 def empty_pool(kind: Kind, num_rows: int, device: jax.Device) -> Pool:
     """Return a pool of zeros, which are the initial state."""
-    return tuple(jnp.zeros((num_rows + 1, *one.shape), one.dtype, device=device) for _, one in kind)
+    return tuple(jnp.zeros(one.shape, one.dtype, device=device) for one in pool_shapes(kind, num_rows))
 
 
 def _read_rows(pool: Pool, rows: jax.Array) -> Pool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from pensieve_jax.cellular.cells import CellType, CellTypes
+from pensieve_jax.cellular.device.device_programs import DevicePrograms
 from pensieve_jax.cellular.device.programs import (
     ROWS_READ,
     CellProgram,
@@ -30,9 +31,6 @@ from pensieve_jax.cellular.device.programs import (
     write_rows,
 )
 from pensieve_jax.cellular.launches import Done, Launch, Part
-
-type Executables = Mapping[tuple[int, int, int], jax.stages.Compiled]
-"""Compiled programs by type, number of tasks and batch size."""
 
 
 class _Flying(NamedTuple):
@@ -51,7 +49,7 @@ class DeviceWorker:
     """Worker of one device of an engine.
 
     Attributes:
-      executables: compiled programs.
+      programs: its programs, and which of them are compiled.
       pools: the pool of every kind of state.
       num_losses: how often all pools were lost.
     """
@@ -59,8 +57,8 @@ class DeviceWorker:
     def __init__(
         self,
         types: CellTypes,
-        programs: Sequence[CellProgram],
-        executables: Executables,
+        cells: Sequence[CellProgram],
+        programs: DevicePrograms,
         num_rows: int,
         device: jax.Device,
         peers: list[DeviceWorker],
@@ -69,15 +67,15 @@ class DeviceWorker:
 
         Args:
           types: the cells.
-          programs: the program of each type.
-          executables: programs compiled for this device.
+          cells: the program of each type.
+          programs: the programs of this device.
           num_rows: rows of each kind of state.
           device: the device.
           peers: all workers of the engine; this worker appends itself.
         """
-        self._types, self._programs, self.executables = types, programs, executables
+        self._types, self._cells, self.programs = types, cells, programs
         self._num_rows, self._device, self._peers = num_rows, device, peers
-        self._weights = [jax.device_put(program.weights, device) for program in programs]
+        self._weights = [jax.device_put(cell.weights, device) for cell in cells]
         self._read_here = rows_reader(SingleDeviceSharding(device))
         self._read_for_host = rows_reader(host_sharding(device))
         self.pools = self._empty_pools()
@@ -107,7 +105,7 @@ class DeviceWorker:
         self.pools, self._lost = self._empty_pools(), None
 
     def warm_up(self) -> None:
-        """Compile the programs that read and write rows. The cells' programs are compiled already."""
+        """Compile the programs that read and write rows."""
         for kind, pool in enumerate(self.pools):
             for size in ROWS_READ:
                 rows = np.full(size, self._num_rows, np.int32)
@@ -118,13 +116,21 @@ class DeviceWorker:
                     pool = write_rows(pool, nowhere, jax.device_put(values, self._device))
             self.pools[kind] = pool
 
+    def prepare(self, launch: Launch) -> bool:
+        """Return whether `launch` can begin a launch; otherwise its programs are being compiled."""
+        return self.programs.prepare(launch.kind, launch.parts)
+
     def launch(self, launch: Launch) -> None:
-        """Begin a launch after all others of this device."""
+        """Begin a launch after all others of this device. `prepare` must have returned True for it."""
         sources = [self._peers[move.source] for move in launch.moves]
         lost = self._lost or next((source.lost for source in sources if source.lost is not None), None)
         if lost is not None:  # rows moved from a device that lost its pools would be invalid, too
             self._lost = lost
             self._flying.append(_Flying(launch, [], [], None, lost, time.monotonic(), True, True))
+            return
+        unusable = self.programs.error_of(launch.kind, launch.parts)
+        if unusable is not None:
+            self._flying.append(_Flying(launch, [], [], None, unusable, time.monotonic()))
             return
         try:
             num_losses = [(source, source.num_losses) for source in sources]
@@ -153,8 +159,8 @@ class DeviceWorker:
 
     def run_part(self, kind: CellType, part: Part) -> tuple[Pool, jax.Array]:
         """Begin the tasks of a part; return what they emit, and a number that is ready when they have run."""
-        run = self.executables[kind.index, part.num_tasks, part.batch_size]
-        others = tuple(self.pools[one] for one in self._programs[kind.index].other_kinds)
+        run = self.programs.compiled[kind.index, part.num_tasks, part.batch_size]
+        others = tuple(self.pools[one] for one in self._cells[kind.index].other_kinds)
         self.pools[kind.state_kind], told, signal = run(
             self.pools[kind.state_kind], others, self._weights[kind.index], part.words
         )
@@ -189,8 +195,9 @@ class DeviceWorker:
         emitted: list[Pool] = []
         signal: jax.Array | None = None
         for part in launch.parts:
-            told, signal = self.run_part(launch.kind, part)
-            emitted.append(told)
+            for piece in self.programs.pieces(launch.kind, part):
+                told, signal = self.run_part(launch.kind, piece)
+                emitted.append(told)
         states = []
         for read in launch.reads:
             pool = self.pools[read.kind]
