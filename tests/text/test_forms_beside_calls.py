@@ -250,7 +250,7 @@ def test_a_walk_ends_in_calls_or_in_a_text_of_the_form(name: str) -> None:
             ids += (
                 _beginning(name, tokenizer)
                 if number % 2
-                else tokenizer.encode(text_of(name, "{"), add_bos=False)
+                else tokenizer.encode(text_of(name, "{" if number else '{"mood'), add_bos=False)
             )
             for token_id in ids:
                 row.accept(token_id)

@@ -198,7 +198,7 @@ def test_a_walk_through_a_grammar_ends_in_calls_that_the_parser_reads(name: str)
     for has_control in controls(name):
         tokenizer, library = tokenizer_of(row, has_control=has_control)
         grammar = llguidance.LLMatcher.grammar_from_lark(call_grammar(row, TOOLS, tokenizer))
-        for _ in range(12):
+        for _ in range(24 // len(controls(name))):  # in one format, two in five do not end
             matcher, ids = llguidance.LLMatcher(library, grammar, log_level=0), []
             while len(ids) < 400 and not matcher.is_stopped():
                 mask = llguidance_numpy.allocate_token_bitmask(1, library.vocab_size)
