@@ -7,7 +7,7 @@ The client of the engine's process implements it over a socket; tests implement 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -25,12 +25,17 @@ UNANSWERED: Final = (EngineClosedError, EngineDiedError)
 class AsyncDelta:
     """New part of a reply since the previous delta: whole characters, sampled token ids, and their logprobs.
 
-    Deltas that the caller has not read yet are merged into one.
+    Deltas that the caller has not read yet are merged into one, or into several with many log-probabilities.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def num_entries(logprobs: Iterable[TokenLogprob] | None) -> int:
+    """Return the number of log-probabilities of some tokens, alternatives included."""
+    return sum(1 + len(one.top) for one in logprobs or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,11 @@ class AsyncTurn(Protocol):
     @property
     def output(self) -> Output | None:
         """Result of the turn, or None until it ends successfully."""
+        ...
+
+    @property
+    def num_unread_entries(self) -> int:
+        """Number of log-probabilities, alternatives included, that have arrived and were not read."""
         ...
 
     async def accepted(self) -> None:

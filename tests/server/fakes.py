@@ -22,7 +22,7 @@ from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.validation import check_turns
 from pensieve_jax.history.server_tables.changes import HistoryChange
-from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState
+from pensieve_jax.server.async_engine import AsyncDelta, EngineInfo, EngineState, num_entries
 from pensieve_jax.server.context.resolver import Resolver
 from pensieve_jax.server.context.turn_index import TurnIndex
 from pensieve_jax.server.engine_process.messages import sent_spec, submission
@@ -76,6 +76,10 @@ class FakeTurn:
     @property
     def turn_id(self) -> str:
         return self._turn_id
+
+    @property
+    def num_unread_entries(self) -> int:
+        return sum(num_entries(delta.logprobs) for delta in self._deltas)
 
     def accept(self) -> None:
         self._accepted.set()

@@ -181,6 +181,7 @@ class Events:
       events: events as `event` encodes them. It is closed if the client leaves or stalls, which it sees as
         GeneratorExit or CancelledError; it must then end what it started.
       on_end: called once, however the stream ends, even if it never began.
+      on_tick: called every few seconds while the stream is open, also while a write waits for the client.
       heartbeat: what a silent stream sends.
       heartbeat_s: see `ServerSettings`.
     """
@@ -189,6 +190,7 @@ class Events:
     heartbeat_s: float = 15.0
     on_end: Callable[[], Awaitable[None]] | None = None
     heartbeat: bytes = COMMENT
+    on_tick: Callable[[], None] | None = None
 
     def charge(self, ticket: Ticket) -> None:
         """Charge nothing: a stream is charged where it is asked for, before its work begins."""
@@ -275,6 +277,8 @@ class _Writer:
 
     def _check_timer(self) -> None:
         now_s = self._loop.time()
+        if self._stream.on_tick is not None:
+            self._stream.on_tick()
         if self._write_began_s is not None:
             if now_s - self._write_began_s >= self._stall_timeout_s:
                 _end(self._open)

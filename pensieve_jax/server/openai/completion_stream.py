@@ -75,6 +75,7 @@ async def reply_in(
             _chunks(wire_format, running, includes_usage=body.includes_usage),
             heartbeat_s=settings.heartbeat_s,
             on_end=running.close,
+            on_tick=running.charge_unread,
         )
     try:
         with renamed_fields(wire_format.fields):

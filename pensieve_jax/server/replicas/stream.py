@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.server.async_engine import AsyncDelta
+from pensieve_jax.server.async_engine import AsyncDelta, num_entries
 
 _OTHERWISE = (
     "The replica that ran this turn died, and the second run sampled a different reply. "
@@ -92,6 +92,11 @@ class RoutedReply:
         if not self.done:
             self.error = error
             self._wake()
+
+    @property
+    def num_unread_entries(self) -> int:
+        """Number of log-probabilities, alternatives included, that have arrived and were not read."""
+        return num_entries(self._waiting_logprobs)
 
     def take(self) -> AsyncDelta | None:
         """Return the unread output, or None if it is empty."""
@@ -184,6 +189,10 @@ class RoutedTurn:
     def usage(self) -> Usage | None:
         """Sources of the turn's tokens, or None until it ends successfully."""
         return None if self._reply.output is None else self._reply.output.usage
+
+    @property
+    def num_unread_entries(self) -> int:
+        return self._reply.num_unread_entries
 
     async def accepted(self) -> None:
         """Wait until a replica has queued the turn; raises the error if the replica refuses it."""

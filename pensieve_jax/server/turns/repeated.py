@@ -78,5 +78,8 @@ class RepeatedTurns:
         """Return the result of the turn."""
         return [self.turns[0].output]
 
+    def charge_unread(self) -> None:
+        """Charge nothing: no further output arrives."""
+
     async def close(self) -> None:
         """Do nothing: the turn has ended."""

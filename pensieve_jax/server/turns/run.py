@@ -19,7 +19,8 @@ from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.server.async_engine import AsyncDelta, AsyncTurn, EngineService
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
 from pensieve_jax.server.http.admission import TurnPermit
-from pensieve_jax.server.http.errors import overloaded
+from pensieve_jax.server.http.errors import ApiError, overloaded
+from pensieve_jax.server.http.ledger import Ticket
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.metrics import Metrics, TurnTimes
 from pensieve_jax.server.workers import WorkEstimate
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 _ENTRY_CHARACTERS: Final = 10
 """Cost of one log-probability in a response, in characters of text."""
+_ENTRY_BYTES: Final = 128
+"""Memory of one log-probability that was not read; its JSON takes as much."""
+_FREE_BYTES: Final = 2**18
+"""What a stream may have unread without a charge, so that short delays of its client never end it."""
 type Start = Callable[[], Awaitable[Sequence[AsyncTurn]]]
 type Prepared = tuple[ResolvedContext, Sequence[TurnSpec]]
 type RunCpu = Callable[[Callable[[Memory], Prepared], Memory], Awaitable[Prepared]]
@@ -82,7 +87,7 @@ async def run_turns(
         )
         for index, turn in enumerate(turns)
     ]
-    return RunningTurns(timed, permit, services.tracing)
+    return RunningTurns(timed, permit, services.tracing, services.ledger.ticket(owner))
 
 
 async def start_turns(
@@ -162,6 +167,10 @@ class ReplyTurns(Protocol):
         """Wait for all turns; raise the first failure."""
         ...
 
+    def charge_unread(self) -> None:
+        """Charge what the client of a stream has not read, and stop the turns if it is too much."""
+        ...
+
     async def close(self) -> None:
         """Cancel the turns that have not ended."""
         ...
@@ -194,6 +203,7 @@ class TimedTurn:
         self._is_counted = False
         self._owner = owner
         self._counts_context = counts_context
+        self._stopped: ApiError | None = None
 
     @property
     def turn_id(self) -> str:
@@ -204,6 +214,11 @@ class TimedTurn:
         """The result, once the turn has succeeded; None before."""
         return self._turn.output
 
+    @property
+    def num_unread_entries(self) -> int:
+        """Number of log-probabilities that were not read; see `AsyncTurn`."""
+        return self._turn.num_unread_entries
+
     def __aiter__(self) -> AsyncIterator[AsyncDelta]:
         return self
 
@@ -212,8 +227,11 @@ class TimedTurn:
         try:
             delta = await anext(self._deltas)
         except StopAsyncIteration:
-            self._count_end()
-            raise
+            if self._stopped is None:
+                self._count_end()
+                raise
+        if self._stopped is not None:
+            raise self._stopped
         if self._latest_s:
             self._metrics.delta(len(delta.token_ids))
         self._count(delta)
@@ -231,6 +249,11 @@ class TimedTurn:
         """Cancel the turn and undo its effects, unless it has ended."""
         if self._turn.output is None:
             await self._turn.cancel()
+
+    async def stop(self, error: ApiError) -> None:
+        """Cancel the turn; the next read of a delta raises `error`."""
+        self._stopped = error
+        await self.cancel()
 
     def _count(self, delta: AsyncDelta) -> None:
         now_s = time.perf_counter()
@@ -261,9 +284,18 @@ class RunningTurns:
       turns: in the order in which they were submitted.
     """
 
-    def __init__(self, turns: Sequence[TimedTurn], permit: TurnPermit, tracing: Tracing | None) -> None:
-        """`permit` is their permit; `tracing` gets one report of the end of each turn."""
+    def __init__(
+        self, turns: Sequence[TimedTurn], permit: TurnPermit, tracing: Tracing | None, ticket: Ticket
+    ) -> None:
+        """Take over the turns.
+
+        `permit` is their permit; `tracing` gets one report of the end of each turn; `ticket` is charged what
+        was not read.
+        """
         self.turns = turns
+        self._ticket = ticket
+        self._num_charged = 0
+        self._stopping: list[asyncio.Future[None]] = []
         self._permit = permit
         self._tracing = tracing
 
@@ -279,8 +311,31 @@ class RunningTurns:
                 task.cancel()
             await asyncio.wait(waiting)
 
+    def charge_unread(self) -> None:
+        """Charge the log-probabilities that the client has not read; stop the turns if there are too many.
+
+        Text and ids are not charged: the limit of the context bounds them.
+        """
+        num_unread = sum(turn.num_unread_entries for turn in self.turns)
+        num_bytes = max(0, _ENTRY_BYTES * num_unread - _FREE_BYTES)
+        if num_bytes <= self._num_charged or self._stopping:
+            return
+        try:
+            self._ticket.charge("answer_bytes", num_bytes - self._num_charged)
+            self._num_charged = num_bytes
+        except ApiError as error:
+            self._stopping = [asyncio.ensure_future(turn.stop(error)) for turn in self.turns]
+
     async def close(self) -> None:
         """Cancel the turns that have not ended, and return the permit."""
+        try:
+            if self._stopping:
+                await asyncio.wait(self._stopping)
+            await self._close()
+        finally:
+            self._ticket.close()
+
+    async def _close(self) -> None:
         outputs = [turn.output for turn in self.turns]
         try:
             for turn, output in zip(self.turns, outputs, strict=True):

@@ -98,7 +98,7 @@ class ResponseCreation:
             return await self._follow(request, run)
         response = await self._start(request, plan, unlock)
         if plan.body.stream:
-            return self._streams.reply(response.stream(), response.close)
+            return self._streams.reply(response.stream(), response.close, response.charge_unread)
         return await self._whole(request, response)
 
     # Read and check the request

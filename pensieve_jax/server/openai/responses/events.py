@@ -206,7 +206,10 @@ class ResponseStreams:
         self._services = services
 
     def reply(
-        self, events: AsyncGenerator[bytes], on_end: Callable[[], Awaitable[None]] | None = None
+        self,
+        events: AsyncGenerator[bytes],
+        on_end: Callable[[], Awaitable[None]] | None = None,
+        on_tick: Callable[[], None] | None = None,
     ) -> HttpResponse:
         """Return a streaming response of events; see `http.replies.Events`."""
         settings = self._services.settings
@@ -214,6 +217,7 @@ class ResponseStreams:
             events,
             heartbeat_s=settings.heartbeat_s,
             on_end=on_end,
+            on_tick=on_tick,
         )
 
     def run(self, run: ResponseRun, head: ResponseHead, starting_after: int = -1) -> AsyncGenerator[bytes]:

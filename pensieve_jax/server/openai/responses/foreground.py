@@ -118,6 +118,11 @@ class ForegroundResponse:
             self._services.token_texts,
         )
 
+    def charge_unread(self) -> None:
+        """Charge what the client of the stream has not read; see `RunningTurns`."""
+        assert self._running is not None
+        self._running.charge_unread()
+
     def delivered(self) -> None:
         """Mark the response as delivered; if sending it fails later, `mark_undelivered` must be called."""
         self._is_delivered = True
