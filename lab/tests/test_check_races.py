@@ -22,7 +22,7 @@ def history(request, tmp_path) -> str:
     return request.getfixturevalue("postgres").url() if request.param == "postgres" else str(tmp_path / "h")
 
 
-@pytest.fixture(params=[False, True], ids=["no quotas", "quotas"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["no quotas", "quotas"])
 def address(request, history, tmp_path) -> Iterator[str]:
     """Yield the address of a server of two processes."""
     keys = tmp_path / "keys"
@@ -45,8 +45,8 @@ def address(request, history, tmp_path) -> Iterator[str]:
 def test_racing_requests_are_answered_as_in_some_order(launch, address, history, tmp_path):
     document = tmp_path / "found.json"
     flags = {
-        "num_operations": enough(300, 2000),
-        "round_operations": 150,
+        "num_operations": enough(240, 2000),
+        "round_operations": 120,
         "clients_per_owner": 3,
         "seed": new_seed(),
     }

@@ -47,6 +47,7 @@ _MAX_ITEM_BYTES: Final = ROW_BYTES + 600
 """More than an item counts with beside its text."""
 _PAGE: Final = 100
 _MAX_PREFIX: Final = 100
+_RUSH: Final = 3
 _STORED: Final = re.compile(r"stores ([\d,]+) (conversations|responses|bytes) of at most")
 
 
@@ -115,7 +116,7 @@ class RacingClient:
         items: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             *((6, self.append), (4, self.delete_item), (4, self.list_items), (2, self.new_conversation)),
             *((1, self.update_conversation), (1, self.delete_conversation), (2, self.look_up_amounts)),
-            *((1, self.read_conversation), (1, self.intrude)),
+            *((1, self.read_conversation), (1, self.intrude), (1, self.rush)),
         ]
         turns: list[tuple[int, Callable[[], Awaitable[None]]]] = [
             *((6, self.turn), (3, self.queue), (2, self.cancel), (2, self.continue_response)),
@@ -147,6 +148,10 @@ class RacingClient:
             record.appends.append(Append(name, answer.span, tuple(texts)))
         self._add_key(name, key, answer.span)
         self._shared.conversations[self.owner].append(name)
+
+    async def rush(self) -> None:
+        """Create several conversations at a time."""
+        await asyncio.gather(*(self.new_conversation() for _ in range(_RUSH)))
 
     async def append(self) -> None:
         """Append items; sometimes send the request twice at a time with one key."""

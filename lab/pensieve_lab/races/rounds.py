@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -36,6 +35,7 @@ _IN_FLIGHT: Final = (
 )
 _COMPARED: Final = 2  # conversations of each owner whose contexts are compared
 _PAUSE_S: Final = 0.05
+_TOO_MANY: Final = 4  # requests beyond the room that a quota has
 
 
 class Races:
@@ -164,9 +164,9 @@ class Races:
             await self._compare_contexts(owner)
             await self._delete_all(owner)
             if self._quota.num_conversations is not None:
-                await self._fill_conversations(owner, self._quota.num_conversations)
+                await self._fill(owner, "conversations", self._quota.num_conversations)
             if self._quota.num_responses is not None:
-                await self._fill_responses(owner, self._quota.num_responses)
+                await self._fill(owner, "responses", self._quota.num_responses)
             if self._quota.num_bytes is not None:
                 await self._fill_bytes(owner, self._quota.num_bytes)
             await self._delete_all(owner)
@@ -222,23 +222,25 @@ class Races:
             if there.strip() != here.strip() or tokens[0] != tokens[1]:
                 self.violations.append(f"a conversation says {there!r}, and its items {here!r}: {tokens}")
 
-    async def _fill_conversations(self, owner: str, limit: int) -> None:
-        """Create conversations up to the limit; a deleted one leaves room for exactly one."""
-        made = await self._until_refused(owner, "/v1/conversations", {}, "conversations", limit)
+    async def _fill(self, owner: str, kind: str, limit: int) -> None:
+        """Create conversations or responses up to the limit; a deleted one gives room for exactly one."""
+        body = {"input": "Fill", "max_output_tokens": 1, "background": True} if kind == "responses" else {}
+        made = await self._rush(owner, kind, body, limit)
         if made:
-            (await self._http[owner].delete(f"/v1/conversations/{made[0]['id']}")).raise_for_status()
-            await self._until_refused(owner, "/v1/conversations", {}, "conversations", 1)
+            (await self._http[owner].delete(f"/v1/{kind}/{made[0]}")).raise_for_status()
+            await self._rush(owner, kind, body, 1)
         await self._delete_all(owner)
 
-    async def _fill_responses(self, owner: str, limit: int) -> None:
-        """Create responses up to the limit, as for conversations."""
-        body = {"input": "Fill", "max_output_tokens": 1}
-        made = await self._until_refused(owner, "/v1/responses", body, "responses", limit)
-        if made:
-            for one in made[: len(made) - limit + 1]:
-                (await self._http[owner].delete(f"/v1/responses/{one['id']}")).raise_for_status()
-            await self._until_refused(owner, "/v1/responses", body, "responses", 1)
-        await self._delete_all(owner)
+    async def _rush(self, owner: str, kind: str, body: dict[str, Any], expected: int) -> list[str]:
+        """Send more requests at a time than the quota has room for; return the ids, `expected` many."""
+        asked = [self._http[owner].post(f"/v1/{kind}", json=body) for _ in range(expected + _TOO_MANY)]
+        answers = await asyncio.gather(*asked)
+        for answer in answers:
+            if answer.status_code != 200 and answer.json()["error"]["code"] != "insufficient_quota":
+                self.violations.append(f"{owner} fills its {kind}: {answer.text[:300]}")
+        made = [str(one.json()["id"]) for one in answers if one.status_code == 200]
+        self._check_filled(owner, kind, len(made), expected)
+        return made
 
     async def _fill_bytes(self, owner: str, limit: int) -> None:
         """Append items of one size up to the limit: as many as fit, and no more."""
@@ -248,29 +250,20 @@ class Races:
         body = {"items": [{"type": "message", "role": "user", "content": "z" * (limit // 20)}]}
         (await self._http[owner].post(path, json=body)).raise_for_status()
         size = (await self._amounts(owner))[2] - empty
-        await self._until_refused(owner, path, body, "bytes", (limit - empty) // size - 1)
+        expected, made = (limit - empty) // size - 1, 0
+        while (answer := await self._http[owner].post(path, json=body)).status_code == 200:
+            made += 1
+        if answer.json()["error"]["code"] != "insufficient_quota":
+            self.violations.append(f"{owner} fills its bytes: {answer.text[:300]}")
+        self._check_filled(owner, "bytes", made, expected)
         await self._delete_all(owner)
 
-    async def _until_refused(
-        self, owner: str, path: str, body: dict[str, Any], amount: str, expected: int
-    ) -> Sequence[dict[str, Any]]:
-        """Repeat a request until the quota refuses it; return the answers before, `expected` many."""
-        made: list[dict[str, Any]] = []
-        while len(made) <= expected + self._tolerance(amount):
-            answer = await self._http[owner].post(path, json=body)
-            if answer.status_code != 200:
-                if answer.json()["error"]["code"] != "insufficient_quota":
-                    self.violations.append(f"{owner} fills {amount}: {answer.text[:300]}")
-                break
-            made.append(answer.json())
+    def _check_filled(self, owner: str, amount: str, made: int, expected: int) -> None:
         self.counts[f"{amount} filled"] += 1
-        if not expected <= len(made) <= expected + self._tolerance(amount):
-            self.violations.append(f"{owner} stored {len(made)} {amount} more, and had room for {expected}")
-        return made
-
-    def _tolerance(self, amount: str) -> int:
-        """Return how many more may pass one after the other: a second's turns, if an old amount admits."""
-        return 1000 if amount == "responses" and self._quota.max_age_s else 0
+        if made != expected:
+            self.violations.append(
+                f"{owner} filled {amount} with {made} requests, and had room for {expected}"
+            )
 
 
 def _client(address: str, owner: str) -> httpx2.AsyncClient:
