@@ -46,15 +46,15 @@ function fitted(pen, text, width) {
 }
 
 export class ChunkMap {
-  /** `open(root)` is called for a click on a conversation. */
-  constructor(canvas, legend, totals, open) {
-    this.canvas = canvas;
-    this.totals = totals;
+  /** `strip` shows the same chunks in one line; `open(root)` is called for a click on a conversation. */
+  constructor({ canvas, legend, totals, strip }, open) {
+    Object.assign(this, { canvas, totals, strip });
     this.counts = {};
     this.places = []; // {root, bottom} of the rows, from top to bottom
     for (const [state, name] of Object.entries(NAMES)) {
       this.counts[state] = make("b");
       legend.append(entry(state, `${name} `, this.counts[state]));
+      strip.append(make("i", state));
     }
     legend.append(entry("new", "new tokens"));
     const at = (event) => this.places.find((place) => event.offsetY < place.bottom)?.root;
@@ -81,7 +81,11 @@ export class ChunkMap {
   #tell(latest, rows) {
     const counts = Object.fromEntries(Object.keys(NAMES).map((state) => [state, 0]));
     for (const state of rows.flatMap((row) => row.cells)) if (state) counts[state] += 1;
-    for (const [state, count] of Object.entries(counts)) this.counts[state].textContent = count;
+    for (const [state, count] of Object.entries(counts)) {
+      this.counts[state].textContent = count;
+      this.strip.querySelector(`.${state}`).style.flexGrow = count;
+    }
+    this.strip.hidden = !rows.length;
     const free = (count, all, name) => (count === undefined ? `${all} ${name}.` : `${count} of ${all} ${name} free.`);
     this.totals.textContent =
       `Device: ${free(latest.free_gpu_pages, latest.gpu_pages, "pages")}\n` +

@@ -32,7 +32,10 @@ const settings = new Settings({ instructions: $("instructions"), fields: [...$("
 const dialog = new ManageDialog($("manage"), { changed });
 const list = new List({ nav: $("trees"), search: $("search"), found: $("found") }, { manage: (row) => dialog.open(row), more: reload });
 const messages = new Messages($("messages"), { say, look });
-const map = new ChunkMap($("chunks"), $("legend"), $("totals"), (root) => (location.hash = root));
+const map = new ChunkMap(
+  { canvas: $("chunks"), legend: $("legend"), totals: $("totals"), strip: $("strip") },
+  (root) => (location.hash = root),
+);
 const state = new StatePanel({ map, unseen: $("unseen"), chunkTokens: $("chunk-tokens") }, { reached, lost });
 
 /** Run `act` and show why it failed. The notice stays until the user's next action. */

@@ -135,6 +135,16 @@ def test_the_legend_has_every_colour_of_map_and_bars(server: PageServer, visit: 
     assert all(legend[name] == shown for name, shown in bars)
 
 
+def test_a_phone_shows_where_the_chunks_are_without_a_drawer(server: PageServer, browser: Any) -> None:
+    with visiting(server.address, browser=browser, size=WIDTHS[-1], touch=True) as visit:
+        assert not visit.page.locator("#strip").is_visible()
+        fill(server, visit)
+        widths = "all => all.filter(one => one.clientWidth).map(one => [one.className, one.clientWidth])"
+        found = dict(visit.page.locator("#strip i").evaluate_all(widths))
+        assert set(found) == {"gpu", "both", "cpu", "loading", "dropped"}
+        assert found["gpu"] > 1.5 * found["cpu"], "two chunks, and one"
+
+
 def test_motion_stops_for_those_who_ask_for_that(server: PageServer, visit: Visit) -> None:
     visit.hold_streams()
     visit.page.fill("#text", "So?")
