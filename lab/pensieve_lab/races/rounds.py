@@ -244,8 +244,8 @@ class Races:
 
     async def _fill_bytes(self, owner: str, limit: int) -> None:
         """Append items of one size up to the limit: as many as fit, and no more."""
-        made = await self._http[owner].post("/v1/conversations", json={})
-        name = made.raise_for_status().json()["id"]
+        created = await self._http[owner].post("/v1/conversations", json={})
+        name = created.raise_for_status().json()["id"]
         path, empty = f"/v1/conversations/{name}/items", (await self._amounts(owner))[2]
         body = {"items": [{"type": "message", "role": "user", "content": "z" * (limit // 20)}]}
         (await self._http[owner].post(path, json=body)).raise_for_status()
