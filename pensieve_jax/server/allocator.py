@@ -34,19 +34,17 @@ def return_large_blocks() -> bool:
 
 
 async def return_free_memory(period_s: float = _PERIOD_S) -> NoReturn:
-    """Return what is free between blocks that are not, after each period in which the process has grown.
+    """Return what is free between blocks that are not, every few seconds while the process is larger than now.
 
     Texts of a few kilobytes each, such as thousands of messages, come from the heap. It shrinks from its end
     only, so one text that stays would keep all before it. Does nothing with another C library.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    least = _num_resident_bytes()
+    at_first = _num_resident_bytes()
     while True:
         await asyncio.sleep(period_s)
-        least = min(least, _num_resident_bytes())
-        if trim is not None and _num_resident_bytes() > least + _GROWTH_BYTES:
+        if trim is not None and _num_resident_bytes() > at_first + _GROWTH_BYTES:
             await asyncio.to_thread(trim, 0)
-            least = _num_resident_bytes()
 
 
 def _num_resident_bytes() -> int:
