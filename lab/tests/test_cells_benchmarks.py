@@ -165,7 +165,8 @@ def thaws(monkeypatch):
 def test_a_request_that_fails_is_no_answer(thaws):
     """A failed request ends the benchmark and leaves the process unchanged."""
     real_time, model = load("pensieve_lab.cells.real_time"), LSTM.random(hidden_size=4, vocab_size=9, seed=0)
-    beginnings, config = real_time.BeginTimes(), CellularConfig(num_rows=16, max_num_tasks=1)
+    beginnings = real_time.BeginTimes()
+    config = CellularConfig(num_rows=16, max_num_tasks=1, compile_at_start=True)
     with CellularEngine(
         model.cells(max_batch=2), model.unfold, config, observe=beginnings.observe, progress=False
     ) as engine:

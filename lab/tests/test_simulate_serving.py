@@ -14,7 +14,7 @@ from pensieve_jax.config import NUM_BUCKETS_GPU
 from pensieve_lab.workload import ConversationTrace, Trace, TraceError, TurnTrace
 from tests.launching import load
 
-QUIET = {"progress": "false"}
+QUIET = {"progress": "false", "tries": 0}  # most tests need no loads within a target
 
 
 def mooncake_lines(num_sessions=30, seed=0):
@@ -205,6 +205,81 @@ def test_tokens_that_save_no_time_are_not_called_lost_histories():
     assert savings.answer([stateless, *lost]).startswith("State saves nothing here: no turn has a history")
 
 
+def test_the_first_lines_say_what_is_saved():
+    savings, memory = load("pensieve_lab.simulation.savings"), load("pensieve_lab.simulation.memory")
+    systems = served(busy=0.5)
+    first = {"first_token_s": {"mean": 0.2, "p90": 0.3}}
+    systems = [dataclasses.replace(one, figures={**one.figures, **first}) for one in systems]
+    whole = memory.Memory(40 * 10**9, 80 * 10**9)
+    loads = [savings.AtTarget("stateless", whole, 1.0, 4.0), savings.AtTarget("pensieve", whole, 1.5, 6.0)]
+    assert savings.headline(systems, loads, "100 ms/token on average").splitlines() == [
+        "What would keeping the KV cache save you, with 1 GB device + 2 GB host?",
+        "  GPU time: 39.5 of 100 s (40%) for these 9 requests",
+        "  prefill: 75% of the prefilled tokens",
+        "  time to first token: 200 ms on average instead of 200",
+        "  requests: with 40 GB device + 80 GB host, one GPU answers 6 a second instead of 4 (1.50 times) "
+        "within 100 ms/token on average",
+    ]
+    assert len(savings.headline(systems, [], "").splitlines()) == 4, "no load was tried"
+    rows = savings.memory_table(systems).splitlines()[2:]
+    assert [row.split()[0] for row in rows] == ["none", "1", "1"]
+    assert "75%" in rows[1] and "40%" in rows[1]
+
+
+@pytest.mark.parametrize("limit", [0.03, 0.9, 7.3, 200.0])
+def test_the_greatest_rate_is_found_from_either_side(limit):
+    capacity = load("pensieve_lab.simulation.capacity")
+
+    def figures_at(rate_per_s):
+        mean = {"mean": 0.05 if rate_per_s <= limit else 0.5}
+        return {"normalized_latency_s": mean, "first_token_s": mean, "rate": rate_per_s}
+
+    rate, figures = capacity.greatest_rate(figures_at, capacity.Target(100.0), 1.0, 14)
+    assert 0.97 * limit < rate <= limit and figures["rate"] == rate
+    assert capacity.greatest_rate(figures_at, capacity.Target(1.0), 1.0, 6) is None
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "first_s", "level_ms", "first_ms", "holds"),
+    [
+        (0.1, 0.2, 100, None, True),
+        (0.11, 0.2, 100, None, False),
+        (0.1, 0.2, 100, 200, True),
+        (0.1, 0.21, 100, 200, False),
+    ],
+)
+def test_a_target_limits_both_latencies(latency_s, first_s, level_ms, first_ms, holds):
+    target = load("pensieve_lab.simulation.capacity").Target(level_ms, first_ms)
+    figures = {"normalized_latency_s": {"mean": latency_s}, "first_token_s": {"mean": first_s}}
+    assert target.holds(figures) is holds
+    assert not target.holds({"normalized_latency_s": None, "first_token_s": None}), "no answer is no success"
+
+
+@pytest.mark.parametrize("time_scale", [1.0, 0.5])
+def test_a_rate_without_arrivals_follows_from_gpu_seconds(time_scale):
+    """All conversations of a short trace began within 0.2 s, since any rate was in time."""
+    capacity, part = load("pensieve_lab.simulation.capacity"), load("pensieve_lab.simulation.part")
+    turns = (TurnTrace(10, 10), TurnTrace(10, 10))
+    trace = Trace("made", tuple(ConversationTrace(str(i), turns) for i in range(50)))
+    sampler = part.Sampler(trace=trace, time_scale=time_scale, seed=0)
+    rate = capacity.usual_rate(sampler, 1.0, lambda sessions: 2.0 * len(sessions))
+    assert rate == pytest.approx(0.7 * 0.5 * time_scale)
+    found = part.fitting_part(sampler, 2000, 0.3, lambda sessions: 0.01, rate)
+    assert found.rate_per_s == rate and found.in_time is True
+    at = capacity.load_at(sampler, found, 2.0)
+    assert at.warm_up_s == at.window_s and at.sessions[-1].arrival_s < 2 * at.window_s
+    assert len(at.sessions) == pytest.approx(2.0 * 2 * at.window_s, rel=0.2)
+
+
+@pytest.mark.long
+def test_requests_within_a_target_are_measured(simulate_serving, mooncake):
+    out, document = simulate_serving(trace=mooncake, gpu_bytes="2GB", cpu_bytes="4GB", level_ms=40, tries=3)
+    loads = document["results"]["at_target"]
+    assert [one["system"] for one in loads] == ["stateless", "pensieve"]
+    assert all(one["gpu_bytes"] == 2 * 10**9 and one["requests_per_s"] > 0 for one in loads)
+    assert "one GPU answers" in out.splitlines()[4] and "within 40 ms/token on average" in out
+
+
 def test_memory_share_and_rate_can_be_given(simulate_serving, mooncake):
     flags = {"gpu_bytes": "2GB", "cpu_bytes": "1GB,4GB", "share": 0.5, "rate": 2.0, "seed": 3}
     out, document = simulate_serving(trace=mooncake, **flags)
@@ -223,6 +298,7 @@ def test_a_trace_without_times_gets_a_rate_that_fits(simulate_serving, tmp_path)
     path.write_text(json.dumps([{"id": str(i), "conversations": chat * 3} for i in range(20)]))
     out, document = simulate_serving(trace=path, max_turns=30)
     assert "read as sharegpt: 20 conversations, 60 turns" in out
+    assert "for up to 70% of the GPU without state (--rate): all within " in out
     assert "at random" in out and "else drawn, 60 s on average" in out
     part = document["results"]["part"]
     assert (part["num_sessions"], part["has_pauses"]) == (10, False) and part["rate_per_s"] > 0
@@ -258,6 +334,7 @@ def test_the_part_is_the_largest_that_is_answered_in_time():
         ({"share": 1.5}, "--share is 1.5"),
         ({"time_scale": 0}, "--time_scale is 0"),
         ({"level_ms": 0}, "--level_ms is 0"),
+        ({"first_token_ms": 0}, "--first_token_ms is 0"),
         ({"max_turns": 0}, "--max_turns is 0"),
         ({"gpu_bytes": "much"}, "--gpu_bytes is 'much'"),
         ({"cpu_bytes": "1GB,x"}, "--cpu_bytes is 'x'"),

@@ -48,7 +48,8 @@ class Bench:
             Cell(cell.module, cell.name, batch_sizes[-1], cell.priority, batch_sizes)
             for cell in model.cells()
         ]
-        config = CellularConfig(num_rows=NUM_ROWS, num_devices=num_devices)
+        # Steps cancel requests at random. Many pass while a program is compiled, so few requests would end.
+        config = CellularConfig(num_rows=NUM_ROWS, num_devices=num_devices, compile_at_start=True)
         self.model = model
         self.engine = CellularEngine(
             cells, model.unfold, config, unfold_many=getattr(model, "unfold_many", None), progress=False

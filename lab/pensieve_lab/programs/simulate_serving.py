@@ -5,21 +5,25 @@
 reads BurstGPT's CSV, Mooncake's JSON lines, a directory of kv-cache-tester's sessions, ShareGPT, UltraChat
 and more (docs/formats.md has the list); the format is guessed from the fields. It then serves one GPU's part
 of the trace by three systems: `stateless` recomputes every history, `pensieve-gpu` keeps the KV cache in
-device memory alone, and `pensieve` in device and host memory, of several sizes. A table shows what each
-computed, how long answers took, where histories were found, and what that saves. `--plot` draws it. The last
-line is one JSON document (see `--json`).
+device memory alone, and `pensieve` in device and host memory, of several sizes. The first lines say what that
+saves: GPU time, prefill, first tokens, and requests per second within the target of `--level_ms` and
+`--first_token_ms`. For the latter, each system serves steady loads of `--tries` rates. Tables show what each
+memory brings, how long answers took and where histories were found. `--plot` draws them. The last line is one
+JSON document (see `--json`).
 
 Settings that are not given are chosen and printed. The part has as many conversations as the stateless system
-answers within `--level_ms` per token on average (`--share`, or `--rate` if the trace has no arrivals), of at
-most about `--max_turns` turns. If even a few conversations take longer, that is printed. The device's memory
-is an eighth of their KV cache, at most the 40 GB of the paper, and the host's 1, 2 and 4 times that.
+answers within `--level_ms` per token on average (`--share`), of at most about `--max_turns` turns. If the
+trace has no arrivals, its conversations begin at a rate (`--rate`) that needs 70% of the GPU without state.
+If even a few conversations take longer, that is printed. The device's memory is an eighth of their KV cache,
+at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Loads have a whole GPU's 40 GB.
 Scheduler, cache and eviction order are the engine's own, in virtual time: a step and a copy take the time in
 `--profile`. `programs.simulate` sweeps loads, policies and replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +41,44 @@ from pensieve_lab.common.systems import PENSIEVE, PENSIEVE_GPU, STATELESS, syste
 from pensieve_lab.common.trace_files import TOKENIZER_HELP, WORDS, read_trace_file
 from pensieve_lab.experiments.machines import find_profile, profile_help
 from pensieve_lab.experiments.recompute import cost_model
-from pensieve_lab.simulation.memory import Memory, device_bytes, gigabytes, host_bytes, state_tokens
+from pensieve_lab.simulation.capacity import USUAL_SHARE, Load, Target, greatest_rate, load_at, usual_rate
+from pensieve_lab.simulation.memory import (
+    GPU_BYTES,
+    Memory,
+    device_bytes,
+    gigabytes,
+    host_bytes,
+    state_tokens,
+)
 from pensieve_lab.simulation.part import Part, Sampler, fitting_part
 from pensieve_lab.simulation.picture import draw_savings
-from pensieve_lab.simulation.savings import UNITS, SystemResult, answer, load, savings_table
+from pensieve_lab.simulation.savings import (
+    UNITS,
+    AtTarget,
+    SystemResult,
+    answer,
+    headline,
+    load,
+    memory_table,
+    savings_table,
+    smallest_good,
+)
 from pensieve_lab.simulator import DeviceProfile, Scenario, figures, simulate
 from pensieve_lab.workload import FORMATS, Session, Trace, cap_context, from_first_arrival
 from pensieve_lab.workload import UNITS as SIMULATOR_UNITS
 
 FLAGS = flags.FLAGS
 _LONG_CONTEXT_TOKENS = 16_384  # context from which pages are larger
-_SETTINGS = ("level_ms", "time_scale", "seed", "policy", "max_context_tokens", "max_turns")
+_SETTINGS = (
+    "level_ms",
+    "first_token_ms",
+    "tries",
+    "time_scale",
+    "seed",
+    "policy",
+    "max_context_tokens",
+    "max_turns",
+)
 
 
 class Servers:
@@ -67,17 +98,33 @@ class Servers:
 
     def serve(self, name: str, memory: Memory, sessions: Sequence[Session], title: str) -> SystemResult:
         """Serve until the last answer; raises ConfigError for memory that does not hold one context."""
+        return SystemResult(name=name, memory=memory, figures=self._figures(name, memory, sessions, title))
+
+    def at_load(self, name: str, memory: Memory, load: Load) -> dict[str, Any]:
+        """Return the figures of a load's window."""
+        return self._figures(name, memory, load.sessions, f"{name}: a load within the target", load)
+
+    def _figures(
+        self,
+        name: str,
+        memory: Memory,
+        sessions: Sequence[Session],
+        title: str,
+        window: Load | None = None,
+    ) -> dict[str, Any]:
         config = self._config(name, memory)
         scenario = Scenario(
             config=config,
             profile=self._profile,
             cost_model=self._costs,
             max_context_tokens=config.resolve_context_tokens(self.max_context_tokens),
+            warm_up_s=0.0 if window is None else window.warm_up_s,
+            window_s=None if window is None else window.window_s,
         )
         num_turns = sum(len(session.conversation.turns) for session in sessions)
         with tqdm(desc=title, total=num_turns, unit="turn", disable=not shows_progress(), leave=False) as bar:
             outcome = simulate(scenario, sessions, lambda answer: bar.update() and None)
-        return SystemResult(name=name, memory=memory, figures=figures(outcome, num_replicas=1))
+        return figures(outcome, num_replicas=1)
 
     def _config(self, name: str, memory: Memory) -> EngineConfig:
         page_bytes = self.chunk_tokens * self._profile.kv_token_bytes
@@ -97,20 +144,27 @@ class Servers:
         return system_config(name, config)
 
 
-def find_part(trace: Trace, servers: Servers, token_bytes: int) -> Part:
+def find_part(sampler: Sampler, servers: Servers, token_bytes: int) -> Part:
     """Return the part of the flags, or one that fits; raises ConfigError or a workload's error."""
-    sampler = Sampler(trace=from_first_arrival(trace), time_scale=FLAGS.time_scale, seed=FLAGS.seed)
     if FLAGS.rate is None and not sampler.has_arrivals and FLAGS.share is not None:
         raise ConfigError("--rate", None, "given beside --share, for a trace without arrivals")
     if FLAGS.share is not None or FLAGS.rate is not None:
         return sampler.part(FLAGS.share or sampler.share_of_turns(FLAGS.max_turns), FLAGS.rate)
 
-    def latency_s(sessions: Sequence[Session]) -> float:
+    def stateless(sessions: Sequence[Session]) -> Mapping[str, Any]:
         memory = Memory(_gpu_bytes(sessions, token_bytes, servers), 0)
-        found = servers.serve(STATELESS, memory, sessions, "finding a load").figures
-        return float(found["normalized_latency_s"]["mean"])
+        return servers.serve(STATELESS, memory, sessions, "finding a load").figures
 
-    return fitting_part(sampler, FLAGS.max_turns, 1e-3 * FLAGS.level_ms, latency_s)
+    def latency_s(sessions: Sequence[Session]) -> float:
+        return float(stateless(sessions)["normalized_latency_s"]["mean"])
+
+    def busy_s(sessions: Sequence[Session]) -> float:
+        return float(stateless(sessions)["device_busy_s"])
+
+    rate_per_s = math.inf
+    if not sampler.has_arrivals:
+        rate_per_s = usual_rate(sampler, sampler.share_of_turns(FLAGS.max_turns), busy_s)
+    return fitting_part(sampler, FLAGS.max_turns, 1e-3 * FLAGS.level_ms, latency_s, rate_per_s)
 
 
 def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[SystemResult]:
@@ -121,6 +175,33 @@ def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[SystemRe
     for number, (name, cpu_bytes) in enumerate(systems, start=1):
         title = f"{name} ({number} of {len(systems)})"
         yield servers.serve(name, Memory(gpu_bytes, cpu_bytes), part.sessions, title)
+
+
+def at_target(
+    servers: Servers, sampler: Sampler, part: Part, served: Sequence[SystemResult], target: Target
+) -> Iterator[AtTarget]:
+    """Yield the greatest loads within the target, without state and with the smallest good memory."""
+    rate_per_s = USUAL_SHARE * len(part.sessions) / max(served[0].figures["device_busy_s"], 1e-9)
+    memory = _whole_gpu(smallest_good(served).memory)
+    for name in (STATELESS, PENSIEVE if memory.cpu_bytes else PENSIEVE_GPU):
+
+        def figures_at(rate_per_s: float, name: str = name) -> dict[str, Any]:
+            return servers.at_load(name, memory, load_at(sampler, part, rate_per_s))
+
+        found = greatest_rate(figures_at, target, rate_per_s, FLAGS.tries)
+        if found is None:
+            return
+        rate_per_s = found[0]
+        yield AtTarget(name, memory, rate_per_s, found[1]["requests_per_s"])
+
+
+def _whole_gpu(memory: Memory) -> Memory:
+    """Scale memory that was chosen for the part to a whole GPU's."""
+    if FLAGS.gpu_bytes is not None:
+        return memory
+    times = max(GPU_BYTES / memory.gpu_bytes, 1)
+    cpu_bytes = memory.cpu_bytes if FLAGS.cpu_bytes else round(times * memory.cpu_bytes)
+    return Memory(round(times * memory.gpu_bytes), cpu_bytes)
 
 
 def _gpu_bytes(sessions: Sequence[Session], token_bytes: int, servers: Servers) -> int:
@@ -136,7 +217,7 @@ def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
     tokens = state_tokens(sessions)
     conversations = f"{len(sessions):,} conversations"
     conversations = f"all {conversations}" if part.share == 1 else f"{part.of_all} them: {conversations}"
-    arrivals = "as recorded" if part.rate_per_s is None else f"at random, {part.rate_per_s:.3g} a second"
+    arrivals = "as recorded" if part.rate_per_s is None else _rate(part, part.rate_per_s)
     pauses = "recorded" if part.has_pauses else "recorded where they are, else drawn, 60 s on average"
     times = "" if FLAGS.time_scale == 1 else f", all times x {FLAGS.time_scale:g}"
     whole = f"{len(trace.conversations):,} conversations, {trace.num_turns:,} turns"
@@ -152,6 +233,14 @@ def described(trace: Trace, format: str, part: Part, token_bytes: int) -> str:
     )
 
 
+def _rate(part: Part, rate_per_s: float) -> str:
+    asked = (
+        "" if FLAGS.rate is not None else f", for up to {USUAL_SHARE:.0%} of the GPU without state (--rate)"
+    )
+    within_s = FLAGS.time_scale * len(part.sessions) / rate_per_s
+    return f"at random, {rate_per_s:.3g} a second{asked}: all within {within_s:,.3g} s"
+
+
 def main() -> int:
     if not 0 < FLAGS.time_scale < 1e6:
         raise ConfigError("--time_scale", FLAGS.time_scale, "a number above 0")
@@ -159,6 +248,8 @@ def main() -> int:
         raise ConfigError("--share", FLAGS.share, "above 0 and at most 1")
     if not FLAGS.level_ms > 0:
         raise ConfigError("--level_ms", FLAGS.level_ms, "above 0")
+    if FLAGS.first_token_ms is not None and not FLAGS.first_token_ms > 0:
+        raise ConfigError("--first_token_ms", FLAGS.first_token_ms, "above 0")
     if FLAGS.max_turns < 1:
         raise ConfigError("--max_turns", FLAGS.max_turns, "at least 1")
     plot = None if FLAGS.plot is None else Path(FLAGS.plot)
@@ -172,10 +263,15 @@ def main() -> int:
         raise ConfigError("--max_context_tokens", FLAGS.max_context_tokens, limit)
     longest = max(conversation.num_tokens for conversation in trace.conversations)
     servers = Servers(profile, max(longest, 2))
-    part = find_part(trace, servers, profile.kv_token_bytes)
-    print(described(whole, format, part, profile.kv_token_bytes), end="\n\n")
+    sampler = Sampler(trace=from_first_arrival(trace), time_scale=FLAGS.time_scale, seed=FLAGS.seed)
+    part = find_part(sampler, servers, profile.kv_token_bytes)
+    target = Target(FLAGS.level_ms, FLAGS.first_token_ms)
     served = list(measure(servers, part, profile.kv_token_bytes))
-    report(profile, trace, format, part, served, plot)
+    loads = list(at_target(servers, sampler, part, served, target))
+    print(headline(served, loads, str(target)), end="\n\n")
+    print(described(whole, format, part, profile.kv_token_bytes), end="\n\n")
+    print(memory_table(served), end="\n\n")
+    report(profile, trace, format, part, served, loads, plot)
     return 0
 
 
@@ -185,6 +281,7 @@ def report(
     format: str,
     part: Part,
     served: Sequence[SystemResult],
+    loads: Sequence[AtTarget],
     plot: Path | None,
 ) -> None:
     """Print the table and the answer, draw the picture, and print the JSON line."""
@@ -205,6 +302,7 @@ def report(
             "state_tokens": state_tokens(part.sessions),
         },
         "settings": {name: FLAGS[name].value for name in _SETTINGS},
+        "at_target": [one.as_dict() for one in loads],
         "systems": [one.as_dict(stateless) for one in served],
     }
     print_document(json_line("savings", document, units=SIMULATOR_UNITS | UNITS, device=device))
@@ -222,7 +320,11 @@ def define_flags() -> None:
     )
     flags.DEFINE_float("share", None, "Share of the conversations; default: what fits --level_ms.")
     flags.DEFINE_float("rate", None, "Conversations per second; default: as recorded, or chosen.")
-    flags.DEFINE_float("level_ms", 100.0, "Maximum mean ms/token of the stateless system.")
+    flags.DEFINE_float("level_ms", 100.0, "Target: maximum mean ms/token, arrival to last token.")
+    flags.DEFINE_float("first_token_ms", None, "Target: maximum mean ms to the first token; default: none.")
+    flags.DEFINE_integer(
+        "tries", 7, "Loads per system to find requests/s within the target; 0 finds none.", lower_bound=0
+    )
     flags.DEFINE_integer("max_turns", 2000, "Approximate maximum turns of the part, unless --share is given.")
     flags.DEFINE_float("time_scale", 1.0, "Factor of recorded arrivals and pauses.")
     flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Eviction policy.")

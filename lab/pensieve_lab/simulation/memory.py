@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from pensieve_lab.workload import Session
 
-_GPU_BYTES = 40_000_000_000  # for the KV cache, as in the paper; the upper limit
+GPU_BYTES = 40_000_000_000
+"""Device memory for the KV cache, as in the paper: the most that is chosen."""
 _GPU_SHARE = 1 / 8  # of the KV cache of all conversations
 _MIN_CONTEXTS = 1.25  # of the longest context, which a sampled part may not contain
 _MIN_PAGES = 2  # the minimum of any engine
@@ -52,7 +53,7 @@ def device_bytes(
     num_pages = max(-(-max_context_tokens // page_tokens), _MIN_PAGES)
     least = max(_MIN_CONTEXTS * max_context_tokens, num_pages * page_tokens)
     enough = _GPU_SHARE * state_tokens(sessions)
-    return _rounded(max(least * token_bytes, min(enough * token_bytes, _GPU_BYTES)))
+    return _rounded(max(least * token_bytes, min(enough * token_bytes, GPU_BYTES)))
 
 
 def host_bytes(gpu_bytes: int) -> list[int]:

@@ -5,7 +5,7 @@ Does not know: the server, except for its mean latency.
 
 If the slowest system keeps up with a load, all systems can be compared on it. Beyond that load, latencies
 only measure the length of the trace. A trace with arrivals is thinned, as a router with session affinity
-would do. A trace without them gets Poisson arrivals at the highest rate that is in time.
+would do. A trace without them gets Poisson arrivals at a given rate, or less if that is not in time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pensieve_lab.workload import ExponentialThink, RecordedThink, Session, Trac
 
 _NEAR_ENOUGH = 0.6  # stop the search at this share of the latency level
 _MAX_TRIES = 7
-_FIRST_RATE_PER_S, _MAX_RATE_PER_S = 1.0, 1000.0
 _OTHERWISE_THINK_S = 60.0
 
 type Latency = Callable[[Sequence[Session]], float]
@@ -92,21 +91,36 @@ class Sampler:
             sessions=sessions,
         )
 
+    def sessions(self, rate_per_s: float, duration_s: float) -> list[Session]:
+        """Draw conversations that begin at a rate for some time, in another order after all were used.
+
+        Rate and time are those of the run, whatever `time_scale` is.
+        """
+        return make_sessions(
+            self.trace,
+            rate_per_s=rate_per_s * self.time_scale,
+            think=RecordedThink(otherwise=ExponentialThink(_OTHERWISE_THINK_S)),
+            seed=self.seed,
+            time_scale=self.time_scale,
+            duration_s=duration_s,
+        )
+
     def share_of_turns(self, max_turns: int) -> float:
         """Return the share of conversations that has about `max_turns` turns."""
         return min(1.0, max_turns / self.trace.num_turns)
 
 
-def fitting_part(sampler: Sampler, max_turns: int, level_s: float, latency_s: Latency) -> Part:
+def fitting_part(
+    sampler: Sampler, max_turns: int, level_s: float, latency_s: Latency, rate_per_s: float = math.inf
+) -> Part:
     """Find the largest part of about `max_turns` turns at most that is answered within `level_s` a token.
 
     The search bisects between a part that was in time and one that was not. It varies the share of a trace
-    with arrivals, else the arrival rate, and stops near the level. If no part is in time, the smallest part
-    that was tried is returned, with `in_time` False.
+    with arrivals, else the arrival rate up to `rate_per_s`, and stops near the level. If no part is in time,
+    the smallest part that was tried is returned, with `in_time` False.
     """
     largest = sampler.share_of_turns(max_turns)
-    most = largest if sampler.has_arrivals else _MAX_RATE_PER_S
-    tried = largest if sampler.has_arrivals else _FIRST_RATE_PER_S
+    tried = most = largest if sampler.has_arrivals else rate_per_s
     in_time, too_much = 0.0, math.inf
     best: Part | None = None
     for _ in range(_MAX_TRIES):

@@ -20,6 +20,7 @@ UNITS = {
     "saved_prefill_share": "share of the stateless system's computed_tokens",
     "saved_gpu_s": "device seconds less than the stateless system",
     "saved_gpu_share": "saved_gpu_s / device_busy_s of the stateless system",
+    "at_target": "the greatest load of two systems within the target; empty: none was tried or kept it",
     "share": "share of the trace's conversations that one GPU serves",
     "in_time": "whether the stateless system answers them within level_ms; null: not asked for",
     "rate_per_s": "conversations that arrive per second; null: as recorded",
@@ -72,6 +73,29 @@ class SystemResult:
         return {"system": self.name, **memory, **computed, **self.saved(stateless), **self.figures}
 
 
+@dataclass(frozen=True)
+class AtTarget:
+    """The greatest load of a system within the latency target.
+
+    Attributes:
+      name: name of the system.
+      memory: memory for its KV cache.
+      rate_per_s: conversations that begin per second.
+      requests_per_s: requests that are answered per second.
+    """
+
+    name: str
+    memory: Memory
+    rate_per_s: float
+    requests_per_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the load as a JSON object."""
+        memory = {"gpu_bytes": self.memory.gpu_bytes, "cpu_bytes": self.memory.cpu_bytes}
+        rates = {"rate_per_s": self.rate_per_s, "requests_per_s": self.requests_per_s}
+        return {"system": self.name, **memory, **rates}
+
+
 _NEARLY = 0.97
 _MOSTLY_IDLE = 0.25
 
@@ -99,11 +123,55 @@ def _row(one: SystemResult, stateless: SystemResult) -> list[object]:
     ]
 
 
-def answer(served: Sequence[SystemResult]) -> str:
-    """Describe in a sentence the smallest memory whose savings are within 3% of the largest."""
+def smallest_good(served: Sequence[SystemResult]) -> SystemResult:
+    """Return the system of the smallest memory whose GPU savings are within 3% of the largest."""
     stateless = served[0]
     most_s = max(one.saved(stateless)["saved_gpu_s"] for one in served)
-    best = next(one for one in served if one.saved(stateless)["saved_gpu_s"] >= _NEARLY * most_s)
+    return next(one for one in served if one.saved(stateless)["saved_gpu_s"] >= _NEARLY * most_s)
+
+
+def headline(served: Sequence[SystemResult], loads: Sequence[AtTarget], target: str) -> str:
+    """Say in a few lines what the smallest good memory saves: GPU time, requests per second, first tokens."""
+    stateless, best = served[0], smallest_good(served)
+    if best is stateless:
+        return f"What would keeping the KV cache save you? {_nothing(served)}"
+    saved, theirs, mine = best.saved(stateless), stateless.figures, best.figures
+    first = [1e3 * one["first_token_s"]["mean"] for one in (theirs, mine)]
+    lines = [
+        f"What would keeping the KV cache save you, with {best.memory}?",
+        f"  GPU time: {saved['saved_gpu_s']:,.3g} of {theirs['device_busy_s']:,.3g} s "
+        f"({saved['saved_gpu_share']:.0%}) for these {theirs['num_requests']:,} requests",
+        f"  prefill: {saved['saved_prefill_share']:.0%} of the prefilled tokens",
+        f"  time to first token: {first[1]:,.0f} ms on average instead of {first[0]:,.0f}",
+    ]
+    if len(loads) == 2:
+        without, kept = (one.requests_per_s for one in loads)
+        lines.append(
+            f"  requests: with {loads[1].memory}, one GPU answers {kept:.3g} a second instead of "
+            f"{without:.3g} ({kept / without:.2f} times) within {target}"
+        )
+    return "\n".join(lines)
+
+
+def memory_table(served: Sequence[SystemResult]) -> str:
+    """Format what each size of memory would bring."""
+    rows = []
+    for one in served:
+        saved = one.saved(served[0])
+        rows.append(
+            [
+                "none" if one is served[0] else str(one.memory),
+                f"{saved['saved_prefill_share']:.0%}",
+                f"{saved['saved_gpu_share']:.0%}",
+                f"{1e3 * one.figures['first_token_s']['mean']:,.0f}",
+            ]
+        )
+    return table(("memory for the KV cache", "prefill saved", "GPU time saved", "first token ms"), rows)
+
+
+def answer(served: Sequence[SystemResult]) -> str:
+    """Describe in a sentence the smallest memory whose savings are within 3% of the largest."""
+    stateless, best = served[0], smallest_good(served)
     if best is stateless:
         return _nothing(served)
     saved = best.saved(stateless)
