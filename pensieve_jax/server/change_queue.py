@@ -10,8 +10,7 @@ thousand changes would come before another owner's one, and hold up a step until
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import (
@@ -31,12 +30,20 @@ _CHANGE_BYTES: Final = 256
 """Cost of a change besides its items, in bytes; as of a row in the amounts that keys store."""
 
 
+class Changeable(Protocol):
+    """What makes changes of the history: an engine."""
+
+    async def apply(self, change: HistoryChange) -> None:
+        """Make a change; raise its error."""
+        ...
+
+
 class ChangeQueue:
     """The changes of one server. Used by the event loop's thread only."""
 
-    def __init__(self, send: Callable[[HistoryChange], Awaitable[None]], *, wait_s: float = WAIT_S) -> None:
-        """`send` makes a change, and raises its error; a change waits for it up to `wait_s` seconds."""
-        self._send = send
+    def __init__(self, engine: Changeable, *, wait_s: float = WAIT_S) -> None:
+        """Send changes to `engine`; each waits up to `wait_s` seconds until it is sent."""
+        self._engine = engine
         self._wait_s = wait_s
         self._num_sent = 0
         self._queue = FairQueue[asyncio.Future[None]]()
@@ -54,7 +61,7 @@ class ChangeQueue:
     async def apply(self, change: HistoryChange) -> None:
         """Make a change when it is its owner's turn.
 
-        Raises what `send` raises, and EngineClosedError if the change waited too long and was not made. A
+        Raises what the engine raises, and EngineClosedError if the change waited too long and was not made. A
         change that is cancelled while it waits is not made.
         """
         if self._num_sent < MAX_SENT:
@@ -62,7 +69,7 @@ class ChangeQueue:
         else:
             await self._wait("" if isinstance(change, Expire) else change.owner, cost_of(change))
         try:
-            await self._send(change)
+            await self._engine.apply(change)
         finally:
             self._end()
 

@@ -40,7 +40,9 @@ class Engine:
     async def make(self, error: Exception | None = None) -> None:
         """Make the oldest change."""
         place = self.waiting.pop(0)
-        if error is None:
+        if place.done():  # cancelled just now
+            pass
+        elif error is None:
             place.set_result(None)
         else:
             place.set_exception(error)
@@ -63,7 +65,7 @@ def run[T](work: Coroutine[None, None, T]) -> T:
 def test_one_owners_thousand_changes_delay_no_other_by_more_than_what_was_sent() -> None:
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         tasks = [asyncio.ensure_future(queue.apply(change("bob"))) for _ in range(1000)]
         await settled()
         late = asyncio.ensure_future(queue.apply(change("ann")))
@@ -83,7 +85,7 @@ def test_one_owners_thousand_changes_delay_no_other_by_more_than_what_was_sent()
 def test_owners_that_always_wait_write_the_same_number_of_bytes() -> None:
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         owners = [("ann", "[" + " " * 9000 + "]", 100), ("bob", "[]", 3000)]
         tasks = [
             asyncio.ensure_future(queue.apply(change(owner, items)))
@@ -109,7 +111,7 @@ def test_owners_that_always_wait_write_the_same_number_of_bytes() -> None:
 def test_a_change_that_waits_too_long_is_not_made() -> None:
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply, wait_s=0.0)
+        queue = ChangeQueue(engine, wait_s=0.0)
         tasks = [asyncio.ensure_future(queue.apply(change("bob"))) for _ in range(MAX_SENT)]
         await settled()
         with pytest.raises(EngineClosedError, match="was not made"):
@@ -137,7 +139,7 @@ def test_no_place_is_lost_over_random_ends_of_changes() -> None:
 
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         tasks: list[asyncio.Future[None]] = []
         for _ in range(2000):
             kind = draw.random()
