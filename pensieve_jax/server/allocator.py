@@ -34,7 +34,7 @@ def return_large_blocks() -> bool:
 
 
 async def return_free_memory(period_s: float = _PERIOD_S) -> NoReturn:
-    """Return what is free between blocks that are not, every few seconds while the process is larger than now.
+    """Return what is free between blocks that are not, again and again while the process is larger than now.
 
     Texts of a few kilobytes each, such as thousands of messages, come from the heap. It shrinks from its end
     only, so one text that stays would keep all before it. Does nothing with another C library.

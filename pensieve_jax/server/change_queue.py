@@ -11,8 +11,7 @@ changes hold up a step by themselves, so they go one at a time, with pauses for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import (
@@ -35,12 +34,20 @@ _CHANGE_BYTES: Final = 256
 """Cost of a change besides its items, in bytes; as of a row in the amounts that keys store."""
 
 
+class Changeable(Protocol):
+    """What makes changes of the history: an engine."""
+
+    async def apply(self, change: HistoryChange) -> None:
+        """Make a change; raise its error."""
+        ...
+
+
 class ChangeQueue:
     """The changes of one server. Used by the event loop's thread only."""
 
-    def __init__(self, send: Callable[[HistoryChange], Awaitable[None]], *, wait_s: float = WAIT_S) -> None:
-        """`send` makes a change, and raises its error; a change waits for it up to `wait_s` seconds."""
-        self._send = send
+    def __init__(self, engine: Changeable, *, wait_s: float = WAIT_S) -> None:
+        """Send changes to `engine`; each waits up to `wait_s` seconds until it is sent."""
+        self._engine = engine
         self._small = _Lane(MAX_SENT, wait_s)
         self._large = _Lane(1, wait_s)
 
@@ -57,7 +64,7 @@ class ChangeQueue:
     async def apply(self, change: HistoryChange) -> None:
         """Make a change when it is its owner's turn.
 
-        Raises what `send` raises, and EngineClosedError if the change waited too long and was not made. A
+        Raises what the engine raises, and EngineClosedError if the change waited too long and was not made. A
         change that is cancelled while it waits is not made.
         """
         owner, cost = "" if isinstance(change, Expire) else change.owner, cost_of(change)
@@ -66,7 +73,7 @@ class ChangeQueue:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            await self._send(change)
+            await self._engine.apply(change)
         finally:
             if lane is self._large:
                 loop.call_later(_PAUSES * (loop.time() - began_s), lane.leave)

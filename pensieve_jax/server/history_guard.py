@@ -26,7 +26,7 @@ class HistoryGuard:
         """Guard `engine`, whose history `reader` reads."""
         self._engine = engine
         self._reader = reader
-        self._changes = ChangeQueue(engine.apply)
+        self._changes = ChangeQueue(engine)
 
     @property
     def is_damaged(self) -> bool:

@@ -65,7 +65,7 @@ def run[T](work: Coroutine[None, None, T]) -> T:
 def test_one_owners_thousand_changes_delay_no_other_by_more_than_what_was_sent() -> None:
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         tasks = [asyncio.ensure_future(queue.apply(change("bob"))) for _ in range(1000)]
         await settled()
         late = asyncio.ensure_future(queue.apply(change("ann")))
@@ -85,7 +85,7 @@ def test_one_owners_thousand_changes_delay_no_other_by_more_than_what_was_sent()
 def test_owners_that_always_wait_write_the_same_number_of_bytes() -> None:
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         owners = [("ann", "[" + " " * 9000 + "]", 100), ("bob", "[]", 3000)]
         tasks = [
             asyncio.ensure_future(queue.apply(change(owner, items)))
@@ -111,7 +111,7 @@ def test_owners_that_always_wait_write_the_same_number_of_bytes() -> None:
 def test_large_changes_are_made_one_at_a_time_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         loop, engine = asyncio.get_running_loop(), Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         now_s, pauses_s = 10.0, []
 
         def call_later(delay_s: float, leave: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ def test_large_changes_are_made_one_at_a_time_with_pauses(monkeypatch: pytest.Mo
 def test_a_change_that_waits_too_long_is_not_made() -> None:
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply, wait_s=0.0)
+        queue = ChangeQueue(engine, wait_s=0.0)
         tasks = [asyncio.ensure_future(queue.apply(change("bob"))) for _ in range(MAX_SENT)]
         await settled()
         with pytest.raises(EngineClosedError, match="was not made"):
@@ -175,7 +175,7 @@ def test_no_place_is_lost_over_random_ends_of_changes() -> None:
 
     async def work() -> None:
         engine = Engine()
-        queue = ChangeQueue(engine.apply)
+        queue = ChangeQueue(engine)
         tasks: list[asyncio.Future[None]] = []
         for _ in range(2000):
             kind = draw.random()

@@ -12,7 +12,7 @@ import pytest
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.server.app import ROUTES
 from pensieve_jax.server.async_engine import num_entries
-from pensieve_jax.server.engine_process.running_turn import _MAX_ENTRIES, RunningTurn
+from pensieve_jax.server.engine_process.unread import MAX_ENTRIES, UnreadOutput
 from pensieve_jax.server.http.ledger import RESOURCES
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, FakeEngine, Harness, Open
@@ -127,25 +127,15 @@ def test_a_client_that_reads_is_charged_nothing():
 def test_many_unread_logprobs_are_read_in_several_deltas():
     """One delta of them all would be encoded at once, while every other stream waits."""
 
-    class Connection:
-        async def wait_for_change(self, number: int) -> None:
-            raise AssertionError("output is there")
-
-        def cancel(self, *numbers: int) -> None: ...
-
-    turn = RunningTurn(Connection(), 1, "0" * 32, has_logprobs=True)
+    unread = UnreadOutput(has_logprobs=True)
     top = dict.fromkeys(range(20), -1.0)
     for index in range(1000):
-        turn.add(str(index % 10), index, [TokenLogprob(index, -1.0, top)])
-    assert turn.num_unread_entries == 21_000
-
-    async def read() -> list:
-        found = []
-        while turn.num_unread_entries:
-            found.append(await anext(turn))
-        return found
-
-    deltas = asyncio.run(read())
-    assert all(num_entries(delta.logprobs) <= _MAX_ENTRIES + 21 for delta in deltas) and len(deltas) > 3
+        unread.add(str(index % 10), index, [TokenLogprob(index, -1.0, top)])
+    assert unread.num_entries == 21_000
+    deltas = []
+    while unread:
+        deltas.append(unread.take())
+    assert unread.num_entries == 0 and len(deltas) > 3
+    assert all(num_entries(delta.logprobs) <= MAX_ENTRIES + 21 for delta in deltas)
     assert [token for delta in deltas for token in delta.token_ids] == list(range(1000))
     assert all(len(delta.text) == len(delta.token_ids) == len(delta.logprobs) for delta in deltas)

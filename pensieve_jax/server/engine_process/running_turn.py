@@ -1,22 +1,17 @@
 """The caller's handle of a turn that runs in the engine's process.
 
-Owns: the unread part of a turn's reply, its result or error, and waiting for both.
+Owns: a turn's unread output, its result or error, and waiting for both.
 Does not know: the socket, frames, or what a prompt is.
-
-A turn merges unread output into one delta, up to some log-probabilities: encoding more would hold up others.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator
-from typing import Final, Protocol
+from typing import Protocol
 
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
-from pensieve_jax.server.async_engine import AsyncDelta, num_entries
-
-_MAX_ENTRIES: Final = 4096
-"""Log-probabilities from which on a delta takes in no further step; 10 to 20 ms of encoding."""
+from pensieve_jax.server.async_engine import AsyncDelta
+from pensieve_jax.server.engine_process.unread import UnreadOutput
 
 
 class TurnConnection(Protocol):
@@ -38,10 +33,8 @@ class RunningTurn:
         "__weakref__",
         "_connection",
         "_error",
-        "_has_logprobs",
         "_is_accepted",
         "_num_chars",
-        "_num_entries",
         "_num_ids",
         "_output",
         "_turn_id",
@@ -56,11 +49,8 @@ class RunningTurn:
         self._is_accepted = False
         self._output: Output | None = None
         self._error: Exception | None = None
-        self._has_logprobs = has_logprobs
-        # Unread output by steps, and the number of characters and ids received so far.
-        self._unread: deque[tuple[str, int | list[int], list[TokenLogprob] | None]] = deque()
-        self._num_entries = 0
-        self._num_chars = self._num_ids = 0
+        self._unread = UnreadOutput(has_logprobs=has_logprobs)
+        self._num_chars = self._num_ids = 0  # received so far
 
     @property
     def turn_id(self) -> str:
@@ -85,7 +75,7 @@ class RunningTurn:
     @property
     def num_unread_entries(self) -> int:
         """Number of log-probabilities, alternatives included, that have arrived and were not read."""
-        return self._num_entries
+        return self._unread.num_entries
 
     async def accepted(self) -> None:
         """Wait until the engine has queued the turn; raises the error if the engine refuses it."""
@@ -105,7 +95,7 @@ class RunningTurn:
             if self._output is not None:
                 raise StopAsyncIteration
             await self._connection.wait_for_change(self.number)
-        return self._take()
+        return self._unread.take()
 
     async def result(self) -> Output:
         """Wait for the end, whether or not the deltas were read; raises the turn's error."""
@@ -132,9 +122,7 @@ class RunningTurn:
             return
         self._num_chars += len(text)
         self._num_ids += num_ids
-        self._unread.append((text, ids, logprobs))
-        if logprobs:
-            self._num_entries += num_entries(logprobs)
+        self._unread.add(text, ids, logprobs)
 
     def accept(self) -> None:
         """Mark the turn as queued by the engine."""
@@ -150,20 +138,3 @@ class RunningTurn:
     def fail(self, error: Exception) -> None:
         """End the turn with an error, because it was refused or failed."""
         self._error = error
-
-    def _take(self) -> AsyncDelta:
-        texts: list[str] = []
-        ids: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        num_before = self._num_entries
-        while self._unread and num_before - self._num_entries < _MAX_ENTRIES:
-            text, more, scores = self._unread.popleft()
-            texts.append(text)
-            if isinstance(more, int):
-                ids.append(more)
-            else:
-                ids += more
-            if scores:
-                logprobs += scores
-                self._num_entries -= num_entries(scores)
-        return AsyncDelta("".join(texts), tuple(ids), tuple(logprobs) if self._has_logprobs else None)

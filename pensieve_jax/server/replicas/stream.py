@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pensieve_jax.core.errors import EngineDiedError
 from pensieve_jax.core.outputs import Output, TokenLogprob, Usage
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.server.async_engine import AsyncDelta, num_entries
+from pensieve_jax.server.async_engine import AsyncDelta
+from pensieve_jax.server.engine_process.unread import UnreadOutput
 
 _OTHERWISE = (
     "The replica that ran this turn died, and the second run sampled a different reply. "
@@ -42,9 +43,7 @@ class RoutedReply:
         self._text: list[str] = []
         self._num_chars = 0
         self._ids: list[int] = []
-        self._waiting_text: list[str] = []
-        self._waiting_ids: list[int] = []
-        self._waiting_logprobs: list[TokenLogprob] | None = None if spec.params.logprobs is None else []
+        self._unread = UnreadOutput(has_logprobs=spec.params.logprobs is not None)
         # Output of the current run. While a second run repeats the first, it is shorter than the total.
         self._come_chars = self._come_ids = 0
         self._waiters: list[asyncio.Future[None]] = []
@@ -96,18 +95,11 @@ class RoutedReply:
     @property
     def num_unread_entries(self) -> int:
         """Number of log-probabilities, alternatives included, that have arrived and were not read."""
-        return num_entries(self._waiting_logprobs)
+        return self._unread.num_entries
 
     def take(self) -> AsyncDelta | None:
-        """Return the unread output, or None if it is empty."""
-        if not self._waiting_ids and not self._waiting_text:
-            return None
-        logprobs = None if self._waiting_logprobs is None else tuple(self._waiting_logprobs)
-        delta = AsyncDelta("".join(self._waiting_text), tuple(self._waiting_ids), logprobs)
-        self._waiting_text, self._waiting_ids = [], []
-        if self._waiting_logprobs is not None:
-            self._waiting_logprobs = []
-        return delta
+        """Return unread output, or None if there is none; see `UnreadOutput`."""
+        return self._unread.take() if self._unread else None
 
     async def changed(self) -> None:
         """Wait until the turn is accepted, has new output, or ends."""
@@ -127,12 +119,10 @@ class RoutedReply:
         if new_text:
             self._text.append(new_text)
             self._num_chars += len(new_text)
-            self._waiting_text.append(new_text)
         self._ids += new_ids
-        self._waiting_ids += new_ids
-        if logprobs is not None and self._waiting_logprobs is not None and new_ids:
-            self._waiting_logprobs += logprobs[-len(new_ids) :]
         if new_text or new_ids:
+            new_logprobs = logprobs[-len(new_ids) :] if logprobs is not None and new_ids else None
+            self._unread.add(new_text, new_ids, new_logprobs)
             self._wake()
         return True
 

@@ -516,7 +516,7 @@ def test_without_keys_pages_of_other_origins_take_no_places(tmp_path):
     for method in ("GET", "HEAD"):
         assert status(method=method) == status(method=method, origin="http://localhost:8000") == 200
         assert status(method=method, origin="https://evil.example") == 403
-    # Without CORS, as for an image, there is no Origin. A browser still says whose page it is.
+    # A request without CORS, as for an image, has no Origin. A browser still says whose page it is.
     assert status(sec_fetch_site="cross-site") == status(sec_fetch_site="same-site") == 403
     assert status(sec_fetch_site="same-origin") == status(sec_fetch_site="none") == 200
     assert status(sec_fetch_site="cross-site", origin="http://localhost:8000") == 200

@@ -12,6 +12,7 @@ import pytest
 
 from pensieve_jax.core import sampling_params
 from pensieve_jax.core.clock import VirtualClock
+from pensieve_jax.core.sampling_params import MAX_ALLOWED_TOKEN_IDS
 from pensieve_jax.history.reader import HistoryReader
 from pensieve_jax.history.server_tables import server_conversations
 from pensieve_jax.server import workers
@@ -35,7 +36,7 @@ EMPTY = {"role": "user", "content": ""}
 LONG_TEXT = "a b " * INLINE_CHARACTERS
 LONG_MESSAGE = {"role": "user", "content": LONG_TEXT}
 MANY = [EMPTY] * 300  # too many to run inline by their number, not by their text
-MANY_IDS = [5] * 262_144
+MANY_IDS = [5] * MAX_ALLOWED_TOKEN_IDS
 
 
 class CountingReader(HistoryReader):
@@ -146,8 +147,16 @@ LONG = [
     ("/tokenize", {"messages": MANY}, {"turn_prompt"}),
     ("/detokenize", {"tokens": [97], "unknown": LONG_TEXT}, {"decode_body", "decode_raw"}),
     (CHAT, {"messages": MANY}, {"turn_prompt"}),
-    (CHAT, {"messages": [EMPTY], "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
-    ("/v1/completions", {"prompt": "hi", "allowed_token_ids": MANY_IDS}, {"decode_body", "_checked_ids"}),
+    (
+        CHAT,
+        {"messages": [EMPTY], "allowed_token_ids": MANY_IDS},
+        {"decode_body", "_checked_ids"},
+    ),
+    (
+        "/v1/completions",
+        {"prompt": "hi", "allowed_token_ids": MANY_IDS},
+        {"decode_body", "_checked_ids"},
+    ),
     (RESPONSES, {"input": MANY}, {"parse_input", "turn_prompt"}),
     (COUNT, {"input": MANY}, {"parse_input", "turn_prompt"}),
 ]
