@@ -1,8 +1,11 @@
-# Every target sets up .venv first. On a machine with an NVIDIA GPU: make setup EXTRAS=dev,cuda13
+# Every target sets up .venv first. On a machine with an NVIDIA GPU: make serve SERVING_EXTRAS=server,cuda13, and to
+# work on it: make setup EXTRAS=dev,cuda13
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SERVING := $(VENV)/.serving
 EXTRAS ?= dev
+SERVING_EXTRAS ?= server
 LAB_EXTRAS ?=
 PYTHON ?=
 export PYTHON
@@ -17,18 +20,27 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml lab/pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
-	@echo "installing (about a minute)"
+	@echo "installing the package with the tools to work on it (a minute or more)"
 	$(INSTALL) -e ".[$(EXTRAS)]" -e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
 	touch $@
+
+# Without the tools, which take three times the room. A .venv that has them is used as it is.
+$(SERVING): pyproject.toml
+	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
+	@echo "installing the package and what its server needs (a minute or more)"
+	$(INSTALL) -e ".[$(SERVING_EXTRAS)]"
+	touch $@
+
+to_serve := $(if $(wildcard $(STAMP)),$(STAMP),$(SERVING))
 
 # Checks of what is committed, before it is: lint of its files, its prose and its subject.
 hooks: $(STAMP)
 	$(BIN)/pre-commit install
 
-demo: $(STAMP)
-	JAX_PLATFORMS=cpu $(BIN)/python scripts/demo.py
+demo: $(to_serve)
+	JAX_PLATFORMS=cpu $(BIN)/pensieve demo
 
-serve: $(STAMP)
+serve: $(to_serve)
 	$(BIN)/pensieve serve --history=chats.sqlite
 
 # A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from pensieve_jax.assembly import assemble
+from pensieve_jax.assembly import Assembled, assemble
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import InvalidRequestError
@@ -72,23 +72,36 @@ class LLM:
           model_defs.ModelError: the checkpoint or architecture is not supported.
           HistoryError: the history cannot be opened, belongs to another model, or was damaged and set aside.
         """
-        self._progress = sys.stderr.isatty() if progress is None else progress
+        shown = sys.stderr.isatty() if progress is None else progress
         parts = assemble(
             model,
             dtype=dtype,
             history=history,
             synchronous=synchronous,
             config=config,
-            progress=self._progress,
+            progress=shown,
             clock=clock,
             observe=observe,
         )
+        self._take(parts, shown)
+
+    @classmethod
+    def of_parts(cls, parts: Assembled, *, progress: bool = False) -> Self:
+        """Return an LLM on the engine of `parts`, for programs that start several engines on one runner."""
+        llm = cls.__new__(cls)
+        llm._take(parts, progress)
+        return llm
+
+    def _take(self, parts: Assembled, progress: bool) -> None:
+        self._progress = progress
         self.engine: Engine = parts.engine
         self.model_config = parts.model_config
         self.tokenizer = parts.tokenizer
         self._runner = parts.runner
         self._parts = parts
-        self._prompts = PromptEncoder(parts.tokenizer, lambda: self.engine.conversations, parsers_of(config))
+        self._prompts = PromptEncoder(
+            parts.tokenizer, lambda: self.engine.conversations, parsers_of(parts.config)
+        )
 
     # Generating
 

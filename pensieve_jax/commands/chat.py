@@ -5,9 +5,8 @@
     pensieve chat --system="You are a friendly assistant who answers in short sentences."
 
 Without a model it uses the small model that comes with the library, which talks about restaurants, music,
-flights and the like, and remembers facts from earlier turns. A step computes one token of a conversation, or
-a part of a prompt; `--token_buckets` has sizes for both. Compiled steps are stored for the next start in
-`--compilation_cache_dir` (empty: not stored).
+flights and the like, and remembers facts from earlier turns. Compiled steps are stored for the next start of
+any command in `--compilation_cache_dir` (empty: not stored).
 
 Messages use the model's chat template if it has one, otherwise plain text. On a terminal, lines of any length
 are edited and recalled as in a shell; pasted text is one message, and a line that ends in \\ continues on the
@@ -29,13 +28,13 @@ from absl import flags
 from pensieve_jax import InvalidRequestError, SamplingParams
 from pensieve_jax.commands.chat_session import COMMANDS, Chat
 from pensieve_jax.commands.engine_flags import (
-    CACHE_DIR,
     check_engine_flags,
     define_engine_flags,
     define_history_flag,
     define_sampling_flags,
     open_llm,
     sampling_params,
+    set_command_defaults,
     shows_progress,
     take_model_word,
 )
@@ -49,12 +48,6 @@ from pensieve_jax.model_source import DEFAULT_MODEL
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
 STATE_DIR = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pensieve_jax"
-DEFAULTS = {
-    "max_num_running": 8,
-    "token_buckets": "1,32,256",
-    "num_layer_groups": 1,
-    "compilation_cache_dir": str(CACHE_DIR),
-}
 INTRODUCTION = f"""\
 {SMALL_MODEL}
 Ask it for a restaurant, music, a flight, a movie, a hotel or the weather, as in "Hi! My name is Ada. I am
@@ -141,8 +134,7 @@ def define_flags() -> None:
         "File that stores your lines for the next session, readable only by you; empty: none.",
     )
     define_engine_flags()
+    set_command_defaults()
     take_model_word()
-    for name, value in DEFAULTS.items():
-        FLAGS.set_default(name, value)
     define_history_flag()
     define_sampling_flags(max_tokens=512)

@@ -7,14 +7,17 @@ Eight conversations of six turns share a system prompt and a memory too small fo
 pages, and a few more in host memory. Idle chunks are swapped out ahead of time and swapped in when their
 conversation returns. Chunks that fit into neither tier are dropped, leading chunks first, and recomputed. A
 running request that finds no free page is suspended and resumed later. Each user tells a fact in the first
-turn and asks for it in the last. The same turns also run in a stateless engine, to show the savings. Then the
-dense reference replays every turn: the model over the whole token sequence, without pages, scheduler or
-kernel. In float32 each token must be the same. The exit status is 1 if one differs, or if one of the above
-events did not happen.
+turn and asks for it in the last. The dense reference replays every turn: the model over the whole token
+sequence, without pages, scheduler or kernel. In float32 each token must be the same. The exit status is 1 if
+one differs, or if one of the above events did not happen.
+
+Then long conversations ask a short question, once in an engine that keeps their KV cache and once in one that
+computes all of it again. Both show the time to the first token and the tokens per second.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -58,25 +61,28 @@ def check_events(turns: Sequence[DemoTurn]) -> bool:
 
 
 def main() -> int:
-    """Serve with a stateful and a stateless engine, replay and compare; return the exit status."""
+    """Serve with little memory, replay and compare, and measure; return the exit status."""
     resolve_model(FLAGS.model)
-    from pensieve_jax.commands import demo_run  # after the check, since it imports JAX
+    from pensieve_jax.commands import demo_run, demo_speed  # after the check, since these import JAX
 
     if FLAGS.model == DEFAULT_MODEL:
         print(SMALL_MODEL, flush=True)
     load = os.getloadavg()[0]  # before this process adds to it
-    stateful, stats = demo_run.run(stateful=True)
-    stateless, _ = demo_run.run(stateful=False)
-    equal, margin = demo_run.replay(FLAGS.model, stateful.turns)
-    turns = stateful.turns
+    demo_run.say_progress("starting the engine; a first start compiles")
+    engines = demo_run.DemoEngines(FLAGS.model, FLAGS.compilation_cache_dir or None)
+    turns, stats = demo_run.run(engines)
+    demo_run.say_progress("measuring the time to a first token")
+    speeds = []
+    for stateful in (True, False):
+        with engines.start(dataclasses.replace(engines.config, stateful=stateful)) as llm:
+            speeds.append(demo_speed.measure(llm))
+    equal, margin = demo_run.replay(FLAGS.model, turns)
     if FLAGS.details:
         print(f"\n{transcript(turns)}\n{usage_table(turns, equal)}\n\n{movements(stats)}")
         print(f"The smallest margin between two tokens was {margin:.2g}.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
-    print(
-        f"{picture(turns)}\n\n{savings(stateful, stateless, load=load, num_processors=os.cpu_count() or 1)}"
-    )
+    print(f"{picture(turns)}\n\n{savings(turns, *speeds, load=load, num_processors=os.cpu_count() or 1)}")
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_events(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"

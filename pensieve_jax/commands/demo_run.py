@@ -1,14 +1,14 @@
-"""Runs of the demonstration: the stateful and the stateless engine, and the dense reference.
+"""Runs of the demonstration: engines on one runner, the turns with little memory, and the dense reference.
 
-Owns: the configuration of both engines, the order of turns, and the lines of progress.
-Does not know: the output, or what must have happened.
+Owns: the configuration of the engines, the order of turns, and the lines of progress.
+Does not know: the output, what must have happened, or how speed is measured (`demo_speed`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,18 +16,14 @@ from absl import flags
 from tqdm import tqdm
 
 from model_defs import load_model, make_mesh
-from pensieve_jax import (
-    LLM,
-    CacheConfig,
-    ConfigError,
-    ContextLengthError,
-    EngineConfig,
-    RunnerConfig,
-    SchedulerConfig,
-)
+from pensieve_jax import LLM, ConfigError, ContextLengthError, EngineConfig
+from pensieve_jax.assembly import assemble
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS, SYSTEM_PROMPT
-from pensieve_jax.commands.demo_screen import DemoRun, DemoTurn
+from pensieve_jax.commands.demo_screen import DemoTurn
+from pensieve_jax.commands.engine_flags import command_config
 from pensieve_jax.device.dense_reference import DenseReference
+from pensieve_jax.engine.engine import Engine
+from pensieve_jax.history import open_store
 from pensieve_jax.model_source import resolve_model
 from pensieve_jax.text import ChatFormat, EarlierTurn
 
@@ -36,42 +32,81 @@ flags.disclaim_key_flags()
 _TOLD_TURNS = 12  # replayed turns between two lines of progress
 
 
-def run(*, stateful: bool) -> tuple[DemoRun, dict[str, int | float]]:
-    """Run all turns in a stateful or a stateless engine; return them with its counters."""
-    say_progress(f"starting the engine {'with' if stateful else 'without'} state; a first start compiles")
-    with LLM(
-        FLAGS.model, dtype="float32", config=config(stateful=stateful), progress=sys.stderr.isatty()
-    ) as llm:
-        start_s = time.perf_counter()
+class DemoEngines:
+    """One runner of the sizes that all commands have, and one engine on it at a time.
+
+    So the demonstration compiles nothing that another command has compiled.
+    """
+
+    def __init__(self, model: str, compilation_cache_dir: str | None) -> None:
+        """Load the model and compile; raises PensieveError or ModelError."""
+        config = command_config(compilation_cache_dir)
+        self._parts = assemble(
+            model,
+            dtype="float32",
+            history=None,
+            synchronous="normal",
+            config=config,
+            progress=sys.stderr.isatty(),
+        )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Configuration of the runner, with all sizes in pages."""
+        return self._parts.config
+
+    def start(self, config: EngineConfig) -> LLM:
+        """Return a model on empty pools, whose tiers may be smaller than the runner's. Close the one before.
+
+        Raises:
+          ConfigError: a tier is larger than the runner's.
+        """
+        have, wanted = self.config.cache, config.cache
+        for name in ("gpu_pages", "cpu_pages"):
+            if getattr(wanted, name) > getattr(have, name):
+                limit = f"at most {getattr(have, name)}, the number that other commands have"
+                raise ConfigError(f"--{name}", getattr(wanted, name), limit)
+        parts, runner = self._parts, self._parts.runner
+        parts.engine.close()
+        runner.reset()
+        room = config.resolve_context_tokens(parts.model_config.max_position_embeddings)
+        engine = Engine(
+            runner,
+            config,
+            dataclasses.replace(parts.engine.limits, max_context_tokens=room),
+            open_store(None, fingerprint=parts.fingerprint),
+            tokenizer=parts.tokenizer,
+            cost_model=parts.costs.model,
+        )
+        return LLM.of_parts(dataclasses.replace(parts, engine=engine, config=config))
+
+
+def tight_config(config: EngineConfig, *, gpu_pages: int, cpu_pages: int, policy: str) -> EngineConfig:
+    """Return a configuration with far fewer pages than the conversations need.
+
+    It reserves no pages for running requests: replies are short, and with a reserve no request would be
+    suspended.
+    """
+    cache = dataclasses.replace(
+        config.cache, gpu_pages=gpu_pages, cpu_pages=cpu_pages, policy=policy, reserve_fraction=0.0
+    )
+    return dataclasses.replace(config, cache=cache)
+
+
+def run(engines: DemoEngines) -> tuple[list[DemoTurn], dict[str, int | float]]:
+    """Run all turns with little memory; return them with the engine's counters."""
+    config = tight_config(
+        engines.config, gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages, policy=FLAGS.policy
+    )
+    with engines.start(config) as llm:
         try:
-            turns = serve(llm)
+            return serve(llm), llm.stats()
         except ContextLengthError as error:
             room = f"{llm.engine.limits.max_context_tokens:,} tokens"
             limit = f"more, since the conversations exceed the {room} that fit"
             raise ConfigError(
                 "--gpu_pages", FLAGS.gpu_pages, limit, "the model must have as many positions, too"
             ) from error
-        return DemoRun(turns, time.perf_counter() - start_s), llm.stats()
-
-
-def config(*, stateful: bool = True) -> EngineConfig:
-    """Return the configuration of an engine with far fewer pages than the conversations need.
-
-    It reserves no pages for running requests: replies are short, and with a reserve no request would be
-    suspended. A stateless engine runs the same steps, which are compiled once for both.
-    """
-    return EngineConfig(
-        stateful=stateful,
-        cache=CacheConfig(
-            gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages, policy=FLAGS.policy, reserve_fraction=0.0
-        ),
-        scheduler=SchedulerConfig(max_num_running=8, max_num_batched_tokens=128, token_buckets=(8, 128)),
-        runner=RunnerConfig(
-            max_logprobs=1,
-            max_num_staged_pages=8,
-            compilation_cache_dir=FLAGS.compilation_cache_dir or None,
-        ),
-    )
 
 
 def serve(llm: LLM) -> list[DemoTurn]:

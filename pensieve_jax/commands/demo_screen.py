@@ -13,13 +13,15 @@ from typing import Final, NamedTuple
 
 from pensieve_jax import Output, SamplingParams
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS
+from pensieve_jax.commands.demo_speed import NUM_USERS, Speed
 from pensieve_jax.commands.launch import one_line
 from pensieve_jax.commands.report import table
+from pensieve_jax.commands.words import duration
 
 COLUMNS: Final = 80
 _PLACES: Final = {"gpu": ("█", "#", "in device memory"), "cpu": ("▒", "+", "in host memory")}
 _DROPPED: Final = ("·", ".", "dropped")
-_SECONDS: Final = "Wall time of one run each. Most seconds go into writing replies either way."
+_SECONDS: Final = "Wall time on this machine. A larger model or a longer history gains more."
 _BUSY: Final = 0.5
 """Other processes' load for each processor from which the seconds say little."""
 _USAGE: Final = {
@@ -47,17 +49,15 @@ class DemoTurn(NamedTuple):
     tiers: tuple[str | None, ...] = ()
 
 
-class DemoRun(NamedTuple):
-    """All turns of one engine, and their total time."""
+def num_computed(turns: Sequence[DemoTurn]) -> int:
+    """Return the computed tokens of histories and prompts, recomputed ones included."""
+    usages = [turn.output.usage for turn in turns]
+    return sum(u.prefilled_tokens + u.recomputed_tokens + u.resume_recomputed_tokens for u in usages)
 
-    turns: Sequence[DemoTurn]
-    seconds: float
 
-    @property
-    def num_computed(self) -> int:
-        """Computed tokens of histories and prompts, recomputed ones included."""
-        usages = [turn.output.usage for turn in self.turns]
-        return sum(u.prefilled_tokens + u.recomputed_tokens + u.resume_recomputed_tokens for u in usages)
+def num_from_scratch(turns: Sequence[DemoTurn]) -> int:
+    """Return the tokens of histories and prompts: what an engine without a KV cache computes."""
+    return sum(len(turn.history_ids) + len(turn.prompt_ids) for turn in turns)
 
 
 def introduction(num_chunks: int, num_filled: int) -> str:
@@ -87,22 +87,45 @@ def picture(turns: Sequence[DemoTurn]) -> str:
     return "\n".join(lines)
 
 
-def savings(stateful: DemoRun, stateless: DemoRun, *, load: float = 0.0, num_processors: int = 1) -> str:
-    """Compare the computed tokens and the time of the stateful and the stateless engine.
+def savings(
+    turns: Sequence[DemoTurn], kept: Speed, scratch: Speed, *, load: float = 0.0, num_processors: int = 1
+) -> str:
+    """Compare an engine that keeps KV cache with one that computes every turn from scratch.
 
-    `load` is the load average from before the demonstration, when it had no part in it.
+    Args:
+      turns: the turns with little memory.
+      kept: speed of the engine that keeps KV cache.
+      scratch: speed of the other one.
+      load: load average from before the demonstration, when it had no part in it.
+      num_processors: number of CPUs.
     """
-    lines = [f"{'':24}{'tokens computed':>20}{'seconds':>18}"]
-    for what, served in (("every turn from scratch", stateless), ("keeping state", stateful)):
-        tokens, seconds = f"{served.num_computed:,}", f"{served.seconds:.1f}"
-        if served is stateful:
-            tokens = f"({stateful.num_computed / stateless.num_computed:.0%}) {tokens}"
-            seconds = f"({stateful.seconds / stateless.seconds:.0%}) {seconds}"
-        lines.append(f"{what:24}{tokens:>20}{seconds:>18}")
+    computed, all_tokens = num_computed(turns), num_from_scratch(turns)
+    sooner, faster = scratch.first_token_s / kept.first_token_s, kept.tokens_per_s / scratch.tokens_per_s
+    rows = [
+        ("", "from scratch", "keeping state", ""),
+        (
+            f"first token, behind {kept.history_tokens:,} tokens",
+            duration(scratch.first_token_s),
+            duration(kept.first_token_s),
+            f"{sooner:.1f} times sooner",
+        ),
+        (
+            f"tokens/s of {NUM_USERS} such users",
+            f"{scratch.tokens_per_s:.0f}",
+            f"{kept.tokens_per_s:.0f}",
+            f"{faster:.1f} times as many",
+        ),
+        (
+            "tokens computed, as above",
+            f"{all_tokens:,}",
+            f"{computed:,}",
+            f"{computed / all_tokens:.0%}",
+        ),
+    ]
+    lines = [f"{what:33}{left:>13}{right:>14}  {gain}".rstrip() for what, left, right, gain in rows]
     is_busy = load >= _BUSY * num_processors
-    busy = f"Wall time of one run each, beside a load of {load:.1f} on {num_processors} CPUs: compare tokens."
-    lines.append(busy if is_busy else _SECONDS)
-    return "\n".join(lines)
+    busy = f"Wall time beside a load of {load:.1f} on {num_processors} CPUs: compare tokens."
+    return "\n".join([*lines, busy if is_busy else _SECONDS])
 
 
 def transcript(turns: Sequence[DemoTurn]) -> str:

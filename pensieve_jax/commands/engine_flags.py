@@ -61,6 +61,7 @@ _SAID_BY_OTHERS = {
     "max_num_batched_tokens": f"Default: the last of token_buckets, otherwise "
     f"{SchedulerConfig.max_num_batched_tokens}, or the smallest working value if that is larger.",
 }
+_CPU_BYTES = "1GB"
 _EMPTY_IS_NONE = ("compilation_cache_dir",)
 _SIZES = (
     *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes", "max_num_rows"),
@@ -115,6 +116,20 @@ def take_model_word() -> None:
                 raise ConfigError("model", " ".join(words), "one name", "--help lists the flags")
 
     check_first(take)
+
+
+def set_command_defaults() -> None:
+    """Give the flags the defaults of all commands, so that one loads what another has compiled."""
+    FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
+    FLAGS.set_default("cpu_bytes", _CPU_BYTES)
+
+
+def command_config(compilation_cache_dir: str | None) -> EngineConfig:
+    """Return the configuration of commands whose flags are left out."""
+    return EngineConfig(
+        cache=CacheConfig(cpu_bytes=parse_bytes(_CPU_BYTES)),
+        runner=RunnerConfig(compilation_cache_dir=compilation_cache_dir),
+    )
 
 
 def check_engine_flags() -> EngineConfig:

@@ -63,7 +63,6 @@ from pensieve_jax.commands.conversations_file import (
     read_conversations,
 )
 from pensieve_jax.commands.engine_flags import (
-    CACHE_DIR,
     check_engine_flags,
     define_engine_flags,
     define_history_flag,
@@ -72,6 +71,7 @@ from pensieve_jax.commands.engine_flags import (
     model_limits,
     open_llm,
     sampling_params,
+    set_command_defaults,
     shows_progress,
     take_model_word,
 )
@@ -303,7 +303,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("logprobs", None, "Write logprobs of the chosen tokens and of this many others.")
     flags.DEFINE_string("timeline", None, "Plot of pages by state over time: .png, .svg or .pdf.")
     define_engine_flags()
+    set_command_defaults()
     take_model_word()
-    FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
     define_history_flag()
     define_sampling_flags(max_tokens=64)

@@ -28,10 +28,10 @@ from absl import flags
 from pensieve_jax import ConfigError, PensieveError
 from pensieve_jax.commands.api_key import define_api_key_flag, take_api_key
 from pensieve_jax.commands.engine_flags import (
-    CACHE_DIR,
     check_engine_flags,
     define_engine_flags,
     engine_config,
+    set_command_defaults,
     shows_progress,
     take_model_word,
 )
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
-_CPU_BYTES = "1GB"
 _HISTORY = "Store of the conversations: an SQLite file, or postgresql://...; default: a private file."
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _RAY_EXTRA = ("ray", "psycopg")
@@ -325,6 +324,5 @@ def define_flags() -> None:
         "Default: one engine, without Ray.",
     )
     define_engine_flags()
+    set_command_defaults()
     take_model_word()
-    FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
-    FLAGS.set_default("cpu_bytes", _CPU_BYTES)

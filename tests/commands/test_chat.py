@@ -267,21 +267,12 @@ def test_an_invalid_id_is_refused_before_anything_is_loaded(launch, monkeypatch,
         launch("chat", shared_llm=False, conversation_id=conversation_id)
 
 
-def test_by_default_a_step_is_one_token_of_one_conversation(launch, monkeypatch):
-    seen = []
-    monkeypatch.setattr(chat_script, "main", lambda: seen.append(engine_config()) or 0)
-    assert launch("chat", shared_llm=False) == 0
-    assert seen[0].scheduler.token_buckets == (1, 32, 256)
-    assert seen[0].scheduler.max_num_running == 8
-    assert seen[0].runner.compilation_cache_dir == str(chat_script.CACHE_DIR)
-
-
 @pytest.mark.long
 def test_through_a_pipe(tmp_path, compilation_cache):
     """Runs the whole program, with a history that a second run would find."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
     command += ["--max_num_running=8"]
-    command += ["--gpu_pages=24", "--max_tokens=4", f"--history={tmp_path / 'chats.sqlite'}"]
+    command += ["--gpu_pages=24", "--cpu_pages=0", "--max_tokens=4", f"--history={tmp_path / 'chats.sqlite'}"]
     command += [f"--compilation_cache_dir={compilation_cache}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -306,7 +297,13 @@ def test_through_a_pipe(tmp_path, compilation_cache):
 def test_on_a_terminal(tmp_path, compilation_cache):
     """Types a line too long for terminals, and Ctrl-C in a reply and at the prompt; checks the history."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
-    command += ["--gpu_pages=24", "--max_tokens=700", "--ignore_eos", "--max_context_tokens=768"]
+    command += [
+        "--gpu_pages=24",
+        "--cpu_pages=0",
+        "--max_tokens=700",
+        "--ignore_eos",
+        "--max_context_tokens=768",
+    ]
     command += [f"--compilation_cache_dir={compilation_cache}", "--noprogress"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     environment |= {"XDG_STATE_HOME": str(tmp_path / "state")}

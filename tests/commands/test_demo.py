@@ -8,14 +8,15 @@ import io
 
 import pytest
 
-from pensieve_jax import ConfigError
-from pensieve_jax.commands import demo_screen
-from pensieve_jax.commands.demo_screen import DemoRun
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig
+from pensieve_jax.commands import demo_screen, demo_speed
+from pensieve_jax.commands.demo_speed import Speed
 from pensieve_jax.model_source import DEFAULT_MODEL
 from tests.launching import load, optimized
 
 demo = load("pensieve_jax.commands.demo_run")
 _served: list[list] = []
+_speeds: list[Speed] = []
 _judged: dict[int, tuple] = {}  # by its identity, a turn and what the dense reference says of it
 NEEDED = {
     "swapped_in_tokens": "swapped in",
@@ -29,13 +30,14 @@ pytestmark = pytest.mark.long  # `.ci/check_wheel` runs all of it, from the whee
 
 @pytest.fixture
 def served(launch, monkeypatch, compilation_cache):
-    """Yield what a whole run served, with and without a KV cache; it runs once.
+    """Return what a whole run served, in a list of one; it runs once.
 
     It computes more than it compiles, so it compiles with optimization.
     """
     if not _served:
-        serve = demo.serve
+        serve, measure = demo.serve, demo_speed.measure
         monkeypatch.setattr(demo, "serve", lambda llm: _served.append(serve(llm)) or _served[-1])
+        monkeypatch.setattr(demo_speed, "measure", lambda llm: _speeds.append(measure(llm)) or _speeds[-1])
         monkeypatch.setattr(demo, "replay", replay)
         flags = {"model": DEFAULT_MODEL, "compilation_cache_dir": compilation_cache}
         with optimized():
@@ -63,19 +65,53 @@ def turns(served):
     return served[0]
 
 
+class Engines:
+    """Stands in for engines, and starts none."""
+
+    config = EngineConfig(cache=CacheConfig(gpu_pages=24))
+
+    def __init__(self, llm):
+        self._llm = llm
+
+    def start(self, config):
+        return contextlib.nullcontext(self._llm)
+
+
 def relaunch(launch, llm, monkeypatch, turns, **flags):
     """Run the demonstration over turns that were served before."""
-    monkeypatch.setattr(demo, "LLM", lambda *_, **__: contextlib.nullcontext(llm))
+    monkeypatch.setattr(demo, "DemoEngines", lambda *_: Engines(llm))
     monkeypatch.setattr(demo, "serve", lambda _: turns)
     monkeypatch.setattr(demo, "replay", replay)
+    monkeypatch.setattr(demo_speed, "measure", lambda _: Speed(928, 0.01, 500.0))
     return launch("demo", shared_llm=False, model=DEFAULT_MODEL, **flags)
 
 
-def test_the_kv_cache_saves_work_and_changes_nothing(served):
-    stateful, stateless = (DemoRun(turns, 1.0) for turns in served)
-    assert [t.output.token_ids for t in stateful.turns] == [t.output.token_ids for t in stateless.turns]
-    assert stateful.num_computed < 0.75 * stateless.num_computed
-    assert sum(turn.output.usage.reused_gpu_tokens for turn in stateless.turns) == 0
+def test_the_kv_cache_saves_work(turns):
+    assert demo_screen.num_computed(turns) < 0.75 * demo_screen.num_from_scratch(turns)
+    for turn in turns:
+        usage = turn.output.usage
+        sources = usage.reused_gpu_tokens + usage.swapped_in_tokens + usage.recomputed_tokens
+        assert sources + usage.prefilled_tokens == len(turn.history_ids) + len(turn.prompt_ids)
+
+
+def test_a_long_conversation_is_measured_with_and_without_state(served):
+    """Nothing is said of the times, which depend on what else runs."""
+    kept, scratch = _speeds
+    assert kept.history_tokens == scratch.history_tokens == 1024 - 96
+    assert all(value > 0 for speed in _speeds for value in speed)
+
+
+def test_timed_turns_find_their_history_and_leave_nothing(launch, llm):
+    """With state they reuse nearly all of it; the timed first tokens end no turn."""
+    before = llm.stats()
+    speed = demo_speed.measure(llm)
+    assert speed.history_tokens == llm.engine.limits.max_context_tokens - 96
+    names = [f"user {number}" for number in range(demo_speed.NUM_USERS)]
+    assert [len(llm.history(name).turns) for name in names] == [2] * len(names)
+    after = llm.stats()
+    assert after["num_turns_finished"] - before["num_turns_finished"] == 2 * len(names)
+    for name in names:
+        llm.end(name)
 
 
 def test_the_output_fits_one_screen(turns, launch, llm, monkeypatch, capsys):
@@ -86,7 +122,7 @@ def test_the_output_fits_one_screen(turns, launch, llm, monkeypatch, capsys):
     assert len(lines) <= 23 and max(map(len, lines)) <= 80
     legend = next(i for i, line in enumerate(lines) if "in host memory  " in line)
     assert lines[legend + 2].startswith("ada "), "symbols are explained before they are used"
-    assert lines[legend + 14].startswith("Wall time of one run each")
+    assert lines[legend + 15].startswith("Wall time ")
     for name, script in demo_screen.CONVERSATIONS.items():
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
         assert script.fact in row
@@ -154,7 +190,7 @@ def test_the_last_line_is_the_verdict(turns, launch, llm, monkeypatch, capsys):
 
 
 def test_too_few_pages_name_the_flag(launch, llm, monkeypatch):
-    monkeypatch.setattr(demo, "LLM", lambda *_, **__: contextlib.nullcontext(llm))
+    monkeypatch.setattr(demo, "DemoEngines", lambda *_: Engines(llm))
     monkeypatch.setattr(demo, "serve", lambda llm: llm.generate([[9] * 5000]))
     with pytest.raises(
         ConfigError, match=r"--gpu_pages is 16, but must be more, since .* exceed the [\d,]+ tokens"

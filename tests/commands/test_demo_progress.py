@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pensieve_jax.commands import demo_run, demo_screen
+from pensieve_jax.commands.demo_speed import Speed
 from pensieve_jax.text import ChatFormat, EarlierTurn
 from pensieve_jax.text.loading import byte_tokenizer
 
@@ -63,10 +64,28 @@ def test_a_terminal_gets_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (0.9, False), (1.0, True), (123.4, True)])
 def test_seconds_beside_other_work_are_said_to_be_worth_little(load: float, is_busy: bool) -> None:
     usage = SimpleNamespace(prefilled_tokens=7, recomputed_tokens=0, resume_recomputed_tokens=0)
-    turn: Any = SimpleNamespace(output=SimpleNamespace(usage=usage))
-    served = demo_screen.DemoRun([turn], 2.0)
-    last = demo_screen.savings(served, served, load=load, num_processors=2).splitlines()[-1]
-    assert last.startswith("Wall time of one run each") and len(last) <= demo_screen.COLUMNS
+    turn: Any = SimpleNamespace(output=SimpleNamespace(usage=usage), history_ids=(1,) * 9, prompt_ids=(2,))
+    kept, scratch = Speed(928, 0.012, 600.0), Speed(928, 0.24, 60.0)
+    lines = demo_screen.savings([turn], kept, scratch, load=load, num_processors=2).splitlines()
+    assert max(map(len, lines)) <= demo_screen.COLUMNS
+    assert lines[1].split() == [
+        "first",
+        "token,",
+        "behind",
+        "928",
+        "tokens",
+        "240",
+        "ms",
+        "12",
+        "ms",
+        "20.0",
+        "times",
+        "sooner",
+    ]
+    assert lines[2].endswith("60           600  10.0 times as many")
+    assert lines[3].split()[-3:] == ["10", "7", "70%"]
+    last = lines[-1]
+    assert last.startswith("Wall time ")
     assert last.endswith("compare tokens.") is is_busy
 
 

@@ -50,6 +50,15 @@ def test_invalid_byte_sizes_are_refused(text):
         engine_flags.parse_bytes(text)
 
 
+def test_all_commands_have_the_same_defaults(launch, monkeypatch):
+    """Then each loads the steps that another one has compiled."""
+    seen = [engine_flags.command_config(str(engine_flags.CACHE_DIR))]
+    for command in ("chat", "generate", "serve"):
+        monkeypatch.setattr(load(command), "main", lambda: seen.append(engine_flags.engine_config()) or 0)
+        assert launch(command, shared_llm=False) == 0
+    assert seen == seen[:1] * 4
+
+
 def test_defaults_are_the_library_s(config):
     made = config()
     assert made.cache.cpu_pages == 0 and made.cache.cpu_bytes is None
