@@ -127,7 +127,7 @@ def ddl(statement: str) -> str:
 def _create(connection: Connection, namespace: str, fingerprint: str) -> None:
     connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{namespace}"')  # quoted, as it may be an SQL keyword
     connection.execute("CREATE DOMAIN blob AS bytea")
-    for statement in (schema.META, *schema.TABLES):
+    for statement in (schema.META, *schema.TABLES, stored_amounts.POSTGRES_TABLE):
         connection.execute(ddl(statement))
     for statement in stored_amounts.postgres_triggers():
         connection.execute(statement)
@@ -150,7 +150,7 @@ def _upgrade(connection: Connection, namespace: str) -> None:
     connection.execute("SET LOCAL statement_timeout = 0")  # it reads all rows
     connection.execute(ddl(f"ALTER TABLE responses ADD COLUMN {schema.STARTS}"))
     connection.execute(ddl(schema.KEPT_BY_ACTIVITY))
-    connection.execute(ddl(stored_amounts.TABLE))
+    connection.execute(ddl(stored_amounts.POSTGRES_TABLE))
     connection.execute(stored_amounts.recount_in_postgres())
     for statement in stored_amounts.postgres_triggers():
         connection.execute(statement)

@@ -68,7 +68,6 @@ STARTS: Final = "starts INTEGER NOT NULL DEFAULT 0 CHECK (starts >= 0)"
 #
 # `released`: turns that nothing in the file needed while a running turn continued them.
 TABLES: Final = (
-    stored_amounts.TABLE,
     """CREATE TABLE turns(
   owner TEXT NOT NULL,
   turn_id TEXT NOT NULL CHECK (length(turn_id) = 32),
@@ -153,7 +152,7 @@ TABLES: Final = (
 def create_tables(connection: sqlite3.Connection, *, fingerprint: str) -> None:
     """Create an empty history of the newest version; the caller holds a transaction."""
     connection.execute(META)
-    for statement in (*TABLES, *stored_amounts.sqlite_triggers()):
+    for statement in (*TABLES, stored_amounts.TABLE, *stored_amounts.sqlite_triggers()):
         connection.execute(statement)
     connection.execute("INSERT INTO meta VALUES ('fingerprint', ?)", (fingerprint,))
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")

@@ -4,7 +4,11 @@ Owns: the table `stored_amounts`, which rows count and for how much, and the tri
 Does not know: limits, or who adds and removes rows.
 
 Triggers of the database change an owner's amounts in the transaction that changes a row. So the amounts are
-exact after any change, failure or restart, and a look-up reads one row.
+exact after any change, failure or restart.
+
+A transaction locks the row that it changes until its end. In Postgres, an owner therefore has several rows,
+whose sums are the amounts. Sessions choose one by their process ids, so that servers that commit for one
+owner at a time do not wait for each other. A row alone may be negative.
 
 A row counts with the bytes of its texts and blobs, and with `ROW_BYTES` for everything else. Text counts in
 UTF-8, and in Postgres as it is escaped there.
@@ -19,6 +23,8 @@ from pensieve_jax.history.connection import Connection
 
 ROW_BYTES: Final = 256
 """Bytes for the ids, numbers, times and index entries of a row."""
+NUM_PARTS: Final = 16
+"""Rows of an owner in Postgres."""
 
 TABLE: Final = """CREATE TABLE stored_amounts(
   owner TEXT NOT NULL,
@@ -26,6 +32,15 @@ TABLE: Final = """CREATE TABLE stored_amounts(
   num_responses INTEGER NOT NULL,
   num_bytes INTEGER NOT NULL,
   PRIMARY KEY (owner)
+)"""
+
+POSTGRES_TABLE: Final = f"""CREATE TABLE stored_amounts(
+  owner TEXT NOT NULL,
+  num_conversations INTEGER NOT NULL,
+  num_responses INTEGER NOT NULL,
+  num_bytes INTEGER NOT NULL,
+  part INTEGER NOT NULL DEFAULT (pg_backend_pid() % {NUM_PARTS}),
+  PRIMARY KEY (owner, part)
 )"""
 
 
@@ -67,22 +82,25 @@ _AMOUNTS: Final = StoredAmounts._fields
 
 def find(connection: Connection, owner: str) -> StoredAmounts:
     """Return what an owner stores."""
-    query = f"SELECT {', '.join(_AMOUNTS)} FROM stored_amounts WHERE owner = ?"
-    row = connection.execute(query, (owner,)).fetchone()
-    return StoredAmounts() if row is None else StoredAmounts(*row)
+    return _sums(connection, "WHERE owner = ?", owner)
 
 
 def total(connection: Connection) -> StoredAmounts:
     """Return what all owners store together."""
+    return _sums(connection)
+
+
+def _sums(connection: Connection, where: str = "", *values: str) -> StoredAmounts:
     sums = ", ".join(f"coalesce(sum({name}), 0)" for name in _AMOUNTS)
-    return StoredAmounts(*map(int, connection.execute(f"SELECT {sums} FROM stored_amounts").fetchone()))
+    query = f"SELECT {sums} FROM stored_amounts {where}"
+    return StoredAmounts(*map(int, connection.execute(query, values).fetchone()))
 
 
 def sqlite_triggers() -> list[str]:
     """Return the statements that create the triggers in SQLite."""
     found = []
     for one in _COUNTED:
-        after, before = _add(one, _sqlite_bytes), _subtract(one, _sqlite_bytes)
+        after, before = _add(one, _sqlite_bytes, "owner"), _subtract(one, _sqlite_bytes)
         events = {"INSERT": after, "DELETE": before}
         if one.updated:
             events[f"UPDATE OF {', '.join(one.updated)}"] = f"{after}; {before}"
@@ -99,8 +117,8 @@ def postgres_triggers() -> list[str]:
         name = f"count_{one.table}"
         found.append(
             f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF TG_OP <> 'DELETE' THEN {_add(one, _postgres_bytes)}; END IF; "
-            f"IF TG_OP <> 'INSERT' THEN {_subtract(one, _postgres_bytes)}; END IF; "
+            f"IF TG_OP <> 'DELETE' THEN {_add(one, _postgres_bytes, 'owner, part')}; END IF; "
+            f"IF TG_OP <> 'INSERT' THEN {_add(one, _postgres_bytes, 'owner, part', '-')}; END IF; "
             "RETURN NULL; END $$"
         )
         events = "INSERT OR DELETE" + (f" OR UPDATE OF {', '.join(one.updated)}" if one.updated else "")
@@ -132,16 +150,19 @@ def _recount(num_bytes: Callable[[str], str]) -> str:
     )
 
 
-def _add(one: _Counted, num_bytes: Callable[[str], str]) -> str:
-    amounts = _amounts(one, "NEW", num_bytes)
+def _add(one: _Counted, num_bytes: Callable[[str], str], key: str, sign: str = "") -> str:
+    """Return the statement that adds a new row to its owner's amounts, or with "-" subtracts an old one."""
+    row = "OLD" if sign else "NEW"
+    amounts = [sign + amount for amount in _amounts(one, row, num_bytes)]
     sums = ", ".join(f"{name} = stored_amounts.{name} + excluded.{name}" for name in _AMOUNTS)
     return (
-        f"INSERT INTO stored_amounts VALUES (NEW.owner, {', '.join(amounts)}) "
-        f"ON CONFLICT (owner) DO UPDATE SET {sums}"
+        f"INSERT INTO stored_amounts VALUES ({row}.owner, {', '.join(amounts)}) "
+        f"ON CONFLICT ({key}) DO UPDATE SET {sums}"
     )
 
 
 def _subtract(one: _Counted, num_bytes: Callable[[str], str]) -> str:
+    """Return the statement that subtracts an old row, if its owner has one row of amounts."""
     amounts = _amounts(one, "OLD", num_bytes)
     pairs = zip(_AMOUNTS, amounts, strict=True)
     differences = ", ".join(f"{name} = {name} - {amount}" for name, amount in pairs)

@@ -11,6 +11,8 @@ import pytest
 
 from pensieve_jax.core.errors import ConversationChangedError, PensieveError, StorageQuotaError
 from pensieve_jax.history import HistoryReader, open_store, postgres_store
+from pensieve_jax.history.postgres_connection import PostgresConnection
+from pensieve_jax.history.postgres_location import parse
 from pensieve_jax.history.server_tables import server_conversations
 from pensieve_jax.history.server_tables.changes import (
     AppendItems,
@@ -25,7 +27,7 @@ from pensieve_jax.history.server_tables.changes import (
     StorageQuota,
     UpdateConversation,
 )
-from pensieve_jax.history.stored_amounts import ROW_BYTES, StoredAmounts
+from pensieve_jax.history.stored_amounts import NUM_PARTS, ROW_BYTES, StoredAmounts
 from tests.history.amounts import check_amounts
 from tests.history.conftest import FINGERPRINT
 from tests.history.server_tables.test_responses import append_to, commit, draft, message, turn
@@ -383,6 +385,26 @@ def test_servers_that_commit_for_the_same_owners_do_not_deadlock(postgres, monke
             thread.join()
         assert not overtaken
         assert {found.num_responses for found in check_amounts(one).values()} == {2 * enough(40, 400)}
+
+
+def test_a_commit_does_not_wait_for_another_one_of_its_owner(postgres):
+    """Two servers may commit for one owner at a time; without keys, they always do."""
+    url = postgres.url()
+    with open_store(url, fingerprint=FINGERPRINT) as store, contextlib.ExitStack() as stack:
+        (used,) = store.read(lambda connection: connection.execute("SELECT pg_backend_pid()").fetchone())
+        while True:  # the process ids of sessions decide which rows they use
+            other = stack.enter_context(contextlib.closing(PostgresConnection(parse(url))))
+            (found,) = other.execute("SELECT pg_backend_pid()").fetchone()
+            if found % NUM_PARTS != used % NUM_PARTS:
+                break
+        other.execute("BEGIN")
+        other.execute("INSERT INTO items VALUES ('ann', 'conv_1', 0, 'i1', '{}')")
+        one = turn()
+        assert store.commit([one], [draft(one)]) == {}
+        other.execute("COMMIT")
+        assert check_amounts(store)["ann"].num_responses == 1
+        assert store.change(lambda connection: connection.execute("DELETE FROM items").rowcount) == 1
+        check_amounts(store)
 
 
 def test_refusals_of_a_commit_for_several_owners_keep_their_places(read_store):

@@ -6,8 +6,7 @@
 Commits to a history with the triggers that keep `stored_amounts`, and to one without them, alternating commit
 by commit: one turn with its response, and a group of turns. The report has the medians of both and their
 ratio. It also has the ratio of the lower quartiles, which other programs on the host change less. With a
-history in Postgres, two sessions then commit at the same time, for one owner and for two, alternating:
-commits of one owner wait for each other at the row of its amounts.
+history in Postgres, two sessions then commit at the same time, for one owner and for two, alternating.
 
 The histories are new: a file in a temporary directory, or namespaces of the database that begin with
 `benchmark_commits_`, which stay.

@@ -50,8 +50,11 @@ def read_amounts(history: str) -> BothAmounts:
 
 def counted(connection: Connection) -> dict[str, StoredAmounts]:
     """Return the amounts that the history has counted, of owners that store something."""
-    rows = connection.execute("SELECT owner, num_conversations, num_responses, num_bytes FROM stored_amounts")
-    return {row[0]: StoredAmounts(*row[1:]) for row in rows.fetchall() if any(row[1:])}
+    rows = connection.execute(
+        "SELECT owner, sum(num_conversations), sum(num_responses), sum(num_bytes) FROM stored_amounts "
+        "GROUP BY owner"
+    )
+    return {row[0]: StoredAmounts(*map(int, row[1:])) for row in rows.fetchall() if any(row[1:])}
 
 
 def recounted(connection: Connection, *, escapes: bool = False) -> dict[str, StoredAmounts]:
