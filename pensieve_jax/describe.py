@@ -57,7 +57,7 @@ def describe(parts: Assembled) -> Description:
         "steps": {
             "buckets": sorted(runner.layouts),
             "max_context_tokens": config.resolve_context_tokens(parts.model_config.max_position_embeddings),
-            "max_num_running": config.scheduler.max_num_running,
+            "max_num_running": config.scheduler.running_limit,
             "max_num_rows": config.scheduler.row_limit,
             "num_layer_groups": len(runner.storage.groups),
         },
@@ -75,14 +75,14 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "chunk_tokens": cache.chunk_tokens,
         "kv_dtype": cache.kv_dtype or parts.runner.dtype.name,
         "page_bytes": storage.page_bytes,
-        "gpu_pages": cache.gpu_pages,
-        "gpu_bytes": cache.gpu_pages * storage.page_bytes,
-        "gpu_tokens": cache.gpu_pages * cache.chunk_tokens,
+        "gpu_pages": cache.num_gpu_pages,
+        "gpu_bytes": cache.num_gpu_pages * storage.page_bytes,
+        "gpu_tokens": cache.num_gpu_pages * cache.chunk_tokens,
         "packed": _packing(parts),
         "slot_bytes": storage.slot_bytes,
-        "cpu_slots": cache.cpu_pages,
-        "cpu_bytes": cache.cpu_pages * storage.slot_bytes,
-        "cpu_tokens": cache.cpu_pages * cache.chunk_tokens,
+        "cpu_slots": cache.num_cpu_pages,
+        "cpu_bytes": cache.num_cpu_pages * storage.slot_bytes,
+        "cpu_tokens": cache.num_cpu_pages * cache.chunk_tokens,
         "cost_model": parts.costs.kind,
         "cost_profile": parts.costs.source,
         "cost_reason": parts.costs.reason,
@@ -92,6 +92,6 @@ def _cache(parts: Assembled) -> dict[str, Any]:
 
 def _packing(parts: Assembled) -> str:
     cache = parts.config.cache
-    if not cache.cpu_pages:
+    if not cache.num_cpu_pages:
         return "off: there is no host tier"
     return packing_reason(parts.model_config, cache, parts.runner.dtype)

@@ -8,8 +8,9 @@ restarted if it dies; conversations then continue from the history. Ctrl-C or SI
 running turns have finished, or after `--drain_s` seconds; a second one stops it at once.
 
 Without `--history`, conversations are stored in a private file that is removed at the end. Without
-`--api_keys_file`, only this machine can connect. KV cache that leaves the device goes to host memory: one
-gigabyte, allocated at the start, unless `--cpu_bytes` or `--cpu_pages` is set. See docs/server.md for more.
+`--api_keys_file`, only this machine can connect. Weights and KV cache take 90% of a GPU's memory, and on a
+CPU a part of the machine's (`--gpu_memory_fraction`, `--gpu_pages`). What leaves the device goes to host
+memory (`--cpu_memory_fraction`, `--cpu_bytes`). The log says what was taken. See docs/server.md for more.
 The server needs additional packages: `pip install ".[server]"` in the checkout.
 """
 
@@ -35,12 +36,10 @@ from pensieve_jax.history.postgres_location import is_postgres
 
 if TYPE_CHECKING:
     from pensieve_jax import AsyncEngine
-    from pensieve_jax.server.async_engine import EngineInfo
     from pensieve_jax.server.http.settings import ServerSettings
 
 FLAGS = flags.FLAGS
 flags.disclaim_key_flags()
-_CPU_BYTES = "1GB"
 _HISTORY = "Store of the conversations: an SQLite file, or postgresql://...; default: a private file."
 _EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
 _RAY_EXTRA = ("ray", "psycopg")
@@ -97,7 +96,7 @@ def serve(engine_class: type[AsyncEngine] | None = None) -> int:
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
     from pensieve_jax.server.http.keys import ApiKeys
-    from pensieve_jax.server.logs import LOGGER, log_to, log_uncaught
+    from pensieve_jax.server.logs import log_to, log_uncaught
     from pensieve_jax.server.main import bind, history_file, leave
     from pensieve_jax.server.main import serve as serve_until_signal
 
@@ -108,7 +107,6 @@ def serve(engine_class: type[AsyncEngine] | None = None) -> int:
 
     def announce(engine: AsyncEngine, address: str) -> None:
         log_uncaught()  # from now on errors may quote prompts
-        LOGGER.info("%s", sizes_in_words(engine.info))
         announce_address(engine.info.model_name, address)
 
     with history_file(FLAGS.history) as history:
@@ -145,7 +143,7 @@ def serve_many() -> int:
         history=FLAGS.history,
         model=FLAGS.model,
         dtype=FLAGS.dtype,
-        config=engine_config(),
+        config=engine_config().with_part_of_host(FLAGS.replicas),
         log_format=FLAGS.log_format,
         replicas=FLAGS.replicas,
         num_cpus=0,  # so that Ray starts all replicas, even on a machine with few processors
@@ -205,16 +203,6 @@ def _amounts(flag: str) -> dict[str, int]:
             raise ConfigError(f"--{flag}", entry, "NAME=NUMBER, such as maps=100")
         found[name] = int(amount)
     return found
-
-
-def sizes_in_words(info: EngineInfo) -> str:
-    """Describe the sizes of chunks and tiers, for the log."""
-    cache = info.description["cache"]
-    return (
-        f"a chunk of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes on the device, which has "
-        f"room for {cache['gpu_pages']}, and {info.slot_bytes:,} bytes in host memory, which has room for "
-        f"{cache['cpu_slots']}"
-    )
 
 
 def next_steps(address: str, history: str | None) -> str:
@@ -302,4 +290,3 @@ def define_flags() -> None:
     )
     define_engine_flags()
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
-    FLAGS.set_default("cpu_bytes", _CPU_BYTES)

@@ -189,19 +189,19 @@ def test_an_engines_refusal_is_reported_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("given", "cpu_bytes", "cpu_pages"),
     [
-        ({}, 10**9, 0),
-        ({"cpu_bytes": "2GiB"}, 2**31, 0),
+        ({}, None, None),
+        ({"cpu_bytes": "2GiB"}, 2**31, None),
         ({"cpu_pages": 7}, None, 7),
         ({"cpu_pages": 0}, None, 0),
         ({"cpu_pages": 0, "cpu_bytes": "2GiB"}, 2**31, 0),
     ],
 )
-def test_there_is_host_memory_by_default(
+def test_host_memory_is_derived_unless_it_is_given(
     launch: Launch,
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
     cpu_bytes: int | None,
-    cpu_pages: int,
+    cpu_pages: int | None,
 ) -> None:
     configs = []
     monkeypatch.setattr(serve, "serve", lambda: configs.append(engine_config()) or 0)
