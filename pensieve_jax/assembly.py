@@ -180,16 +180,9 @@ def make_runner(
 
 def _warm_up(runner: ModelRunner, config: EngineConfig, progress: bool) -> None:
     """Tell what the KV cache takes, and compile every bucket."""
-    storage, mesh = runner.storage, runner.storage.sharding.mesh
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
     for line in (
-        memory_in_words(
-            config,
-            page_bytes=storage.page_bytes,
-            slot_bytes=storage.slot_bytes,
-            num_devices=mesh.devices.size,
-            platform=mesh.devices.flat[0].platform,
-        ),
+        memory_in_words(config, runner.storage),
         f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens",
     ):
         _log.info(line)

@@ -19,6 +19,7 @@ from pensieve_jax.decoding.device.describe import (
     describe_model,
 )
 from pensieve_jax.device.kv_storage import packing_reason
+from pensieve_jax.device.sizing import memory_in_words
 
 
 def describe(parts: Assembled) -> Description:
@@ -35,7 +36,7 @@ def describe(parts: Assembled) -> Description:
         `stateful`; `policy`; for a learning policy the `order` that it uses now and why, else None.
         `chunk_tokens`; the `kv_dtype` of stored pages; `page_bytes` of a page on one device.
         Sizes of both tiers: `gpu_pages`, `gpu_bytes` per device and `gpu_tokens`, without the dummy page;
-        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`.
+        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `summary` says this in a line.
         `packed`: whether and why chunks are packed in host memory and on the way there; `slot_bytes`: size of
         a chunk there, all devices together.
         `cost_model`: origin of the eviction costs: "file", "shipped", "cached" (by an earlier start),
@@ -83,6 +84,7 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "cpu_slots": cache.num_cpu_pages,
         "cpu_bytes": cache.num_cpu_pages * storage.slot_bytes,
         "cpu_tokens": cache.num_cpu_pages * cache.chunk_tokens,
+        "summary": memory_in_words(parts.config, storage),
         "cost_model": parts.costs.kind,
         "cost_profile": parts.costs.source,
         "cost_reason": parts.costs.reason,

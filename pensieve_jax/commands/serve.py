@@ -96,7 +96,7 @@ def serve(engine_class: type[AsyncEngine] | None = None) -> int:
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
     from pensieve_jax.server.http.keys import ApiKeys
-    from pensieve_jax.server.logs import log_to, log_uncaught
+    from pensieve_jax.server.logs import LOGGER, flush_log, log_to, log_uncaught
     from pensieve_jax.server.main import bind, history_file, leave
     from pensieve_jax.server.main import serve as serve_until_signal
 
@@ -107,6 +107,8 @@ def serve(engine_class: type[AsyncEngine] | None = None) -> int:
 
     def announce(engine: AsyncEngine, address: str) -> None:
         log_uncaught()  # from now on errors may quote prompts
+        LOGGER.info("%s", engine.info.description["cache"]["summary"])
+        flush_log()  # a terminal shows both streams, and this line must not end in the address
         announce_address(engine.info.model_name, address)
 
     with history_file(FLAGS.history) as history:

@@ -22,7 +22,7 @@ from model_defs.config import ModelConfig
 from pensieve_jax.config import HOST_SHARE, MAX_NUM_RUNNING, CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
-from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
+from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.page_budget import reserved_bytes, staging_bytes
 
 GPU_SHARE: Final = 0.9
@@ -151,27 +151,21 @@ def warn_of_short_context(config: EngineConfig, model: ModelConfig, log: logging
         )
 
 
-def memory_in_words(
-    config: EngineConfig, *, page_bytes: int, slot_bytes: int, num_devices: int, platform: str
-) -> str:
+def memory_in_words(config: EngineConfig, storage: KVStorage) -> str:
     """Describe in a line what the KV cache takes, and how many tokens it holds.
 
     Args:
       config: configuration with numbers of pages.
-      page_bytes: one device's share of a page.
-      slot_bytes: a chunk in host memory, all devices together.
-      num_devices: number of devices that share the model.
-      platform: JAX's name of their platform.
+      storage: shape and placement of pages and chunks.
     """
-    cache = config.cache
-    pool = _gibibytes(cache.num_gpu_pages * page_bytes * num_devices)
-    name = platform.upper() if platform in ("cpu", "gpu", "tpu") else platform
-    where = f"the {name}" if num_devices == 1 else f"{num_devices} {name}s"
-    tokens = f"{cache.num_gpu_pages * cache.chunk_tokens:,}"
-    line = f"KV cache: {pool} on {where} ({tokens} tokens)"
+    cache, devices = config.cache, storage.sharding.mesh.devices
+    pool = _gibibytes(cache.num_gpu_pages * storage.page_bytes * devices.size)
+    name = devices.flat[0].platform.upper()
+    where = f"the {name}" if devices.size == 1 else f"{devices.size} {name}s"
+    line = f"KV cache: {pool} on {where} ({cache.num_gpu_pages * cache.chunk_tokens:,} tokens)"
     if not cache.num_cpu_pages:
         return f"{line}, nothing in host memory"
-    host = _gibibytes(cache.num_cpu_pages * slot_bytes)
+    host = _gibibytes(cache.num_cpu_pages * storage.slot_bytes)
     return f"{line}, {host} in host memory ({cache.num_cpu_pages * cache.chunk_tokens:,} tokens)"
 
 

@@ -214,7 +214,8 @@ def test_on_a_terminal_the_log_is_readable_and_a_second_interrupt_is_quiet(compi
     flags = [f"--model={TINY_MODEL}", "--dtype=float32", f"--compilation_cache_dir={compilation_cache}"]
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags, *SIZES]
     with Terminal(command, root=ROOT, environment=os.environ) as terminal:
-        terminal.see("serving ")
+        told = terminal.see("serving ")
+        assert "KV cache: " in told and " in host memory (256 tokens)" in told
         found = re.search(r"http://([\d.]+):(\d+)", terminal.see("conversations are deleted at the end"))
         assert found is not None
         connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=TIMEOUT_S)

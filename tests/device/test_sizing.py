@@ -6,8 +6,10 @@ import dataclasses
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from model_defs import parameter_bytes
@@ -53,6 +55,16 @@ def h200s(name, num_devices=1):
     return gpus(H200_BYTES, *[used_bytes] * num_devices)
 
 
+def storage(model, config, platform, num_devices=1):
+    """Return the sizes of a `KVStorage` in bfloat16, without devices."""
+    devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
+    return SimpleNamespace(
+        page_bytes=chunk_bytes(model, 32, BFLOAT16) // num_devices,
+        slot_bytes=slot_bytes(model, config.cache, BFLOAT16),
+        sharding=SimpleNamespace(mesh=SimpleNamespace(devices=devices)),
+    )
+
+
 def of(cache=None, **scheduler):
     return EngineConfig(cache=cache or CacheConfig(), scheduler=SchedulerConfig(**scheduler))
 
@@ -68,13 +80,7 @@ def test_an_h200_keeps_most_of_its_free_memory():
     slots = config.cache.cpu_pages + config.runner.max_num_staged_pages
     host = slots * slot_bytes(model, config.cache, BFLOAT16)
     assert 59 * GIB < host <= 60 * GIB, "half of what is free, with the chunks in transit"
-    line = memory_in_words(
-        config,
-        page_bytes=chunk_bytes(model, 32, BFLOAT16),
-        slot_bytes=slot_bytes(model, config.cache, BFLOAT16),
-        num_devices=1,
-        platform="gpu",
-    )
+    line = memory_in_words(config, storage(model, config, "gpu"))
     assert f"\n{line}\n" in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
@@ -282,12 +288,12 @@ def test_small_differences_of_free_memory_change_nothing():
 
 
 def test_one_line_says_what_is_taken_and_what_it_holds():
+    model = preset("llama2-13b-gqa10")
     config = EngineConfig(cache=CacheConfig(gpu_pages=6250, cpu_pages=12_500))
-    sizes = {"page_bytes": 6_553_600, "slot_bytes": 5_017_600}
-    assert memory_in_words(config, **sizes, num_devices=1, platform="gpu") == (
+    assert memory_in_words(config, storage(model, config, "gpu")) == (
         "KV cache: 38.1 GiB on the GPU (200,000 tokens), 58.4 GiB in host memory (400,000 tokens)"
     )
-    few = EngineConfig(cache=CacheConfig(gpu_pages=8))
-    assert memory_in_words(few, page_bytes=2**17, slot_bytes=1, num_devices=2, platform="cpu") == (
-        "KV cache: 2.0 MiB on 2 CPUs (256 tokens), nothing in host memory"
+    tiny, few = preset("llama-tiny"), EngineConfig(cache=CacheConfig(gpu_pages=64))
+    assert memory_in_words(few, storage(tiny, few, "cpu", 2)) == (
+        "KV cache: 1.0 MiB on 2 CPUs (2,048 tokens), nothing in host memory"
     )
