@@ -72,7 +72,7 @@ class Machine(NamedTuple):
       devices: the devices that share the model.
       host_bytes: memory of the machine, or of its container if that is less; None if unknown.
       free_bytes: how much of it can still be allocated; None if unknown.
-      pinnable_bytes: the most that the runtime may pin for GPUs; None if there is no limit.
+      pinnable_bytes: the most that the runtime may pin for GPUs; None: unlimited.
     """
 
     is_cpu: bool
@@ -125,7 +125,7 @@ def default_host_bytes(config: EngineConfig, free_bytes: int | None, num_gpus: i
     """Return the bytes of the host tier that `cpu_memory_fraction` or its default gives `num_gpus` GPUs.
 
     Args:
-      config: the configuration; `cache.cpu_pages` and `cache.cpu_bytes` are None.
+      config: a configuration without `cache.cpu_pages` and `cache.cpu_bytes`.
       free_bytes: free host memory; None if unknown.
       num_gpus: number of GPUs that share the model.
     """

@@ -301,6 +301,14 @@ def test_a_start_says_what_it_takes(monkeypatch, uncompiled, caplog, capsys):
     (line,) = (one for one in caplog.messages if one.startswith("KV cache: "))
     assert f"({32 * config.cache.gpu_pages:,} tokens), nothing in host memory" in line
     assert line in capsys.readouterr().err
+    assert not any(one.startswith("contexts are cut") for one in caplog.messages)
+
+
+def test_a_start_warns_if_the_pages_cut_the_context(uncompiled, caplog):
+    """Exact pages cut it too."""
+    make_runner("random:llama-tiny", "float32", EngineConfig(cache=CacheConfig(gpu_pages=3)), progress=False)
+    (record,) = (one for one in caplog.records if one.getMessage().startswith("contexts are cut to 96 of"))
+    assert record.levelno == logging.WARNING
 
 
 def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch, uncompiled):
