@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,12 +29,22 @@ from pensieve_jax.config import EngineConfig, checked_config
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
-from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.decoding.turn_spec import ModelLimits
-from pensieve_jax.device.kv_storage import chunk_bytes, most_byte_pages, slot_bytes
+from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.page_budget import num_pages_in, reserved_bytes, staging_bytes
+from pensieve_jax.device.page_budget import PagesDoNotFitError
+from pensieve_jax.device.sizing import (
+    GPU_SHARE,
+    MIN_PAGES,
+    DeviceMemory,
+    Machine,
+    default_host_bytes,
+    memory_in_words,
+    on_gpu_grid,
+    sized,
+    warn_of_short_context,
+)
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.loop import Observe, unobserved
 from pensieve_jax.engine.runner import Runner
@@ -42,7 +52,8 @@ from pensieve_jax.history import history_fingerprint, open_store
 from pensieve_jax.history.opening import check_location
 from pensieve_jax.model_source import resolve_model, source_tokenizer, with_tokenizer_end
 from pensieve_jax.runtime.compilation import keep_compilations_in
-from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes
+from pensieve_jax.runtime.device_memory import allow_device_memory, jax_share, memory_limit_bytes
+from pensieve_jax.runtime.host_memory import allow_pinning, available_bytes, pinnable_bytes, total_bytes
 from pensieve_jax.text import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -93,7 +104,8 @@ def assemble(
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
     config.resolve_context_tokens(model_config.max_position_embeddings)  # raises before loading starts
-    allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())  # before JAX is used
+    allow_device_memory()  # before JAX is used, as the next line
+    allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())
     mesh_of(config)  # raises before a history is created
     costs = _costs_before_loading(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
@@ -130,7 +142,7 @@ def make_runner(
 ) -> tuple[ModelRunner, EngineConfig]:
     """Load the weights, allocate memory and compile every bucket; returns the config of `Assembled`.
 
-    A direct call keeps jaxlib's default limit of pinned memory; only `assemble` raises it.
+    A direct call keeps jaxlib's default limits of device and pinned memory; only `assemble` raises them.
     """
     if config.runner.compilation_cache_dir is not None:
         keep_compilations_in(config.runner.compilation_cache_dir)
@@ -146,23 +158,38 @@ def make_runner(
     )
     model_config = model.config
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
-    cache = config.cache
-    all_bytes = chunk_bytes(model_config, cache.chunk_tokens, weights_dtype, cache.kv_dtype)
-    count_bytes = counts_bytes(config.num_count_slots, model_config.vocab_size)
-    host_bytes = slot_bytes(model_config, cache, weights_dtype)
-    config = _in_pages(config, all_bytes, host_bytes, count_bytes, mesh)
-    if cache.gpu_memory_fraction is not None:
-        config = config.with_gpu_pages(most_byte_pages(model_config, config.cache, mesh.devices.size))
+    given, machine = config.cache, _machine(mesh)
+    config = sized(config, machine, model_config, weights_dtype)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
-    runner = ModelRunner(model, config, mesh, given=cache)
+    if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
+        given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)
+    while True:
+        runner = ModelRunner(model, config, mesh, given=given)
+        try:
+            _warm_up(runner, config, progress)
+            break
+        except PagesDoNotFitError as error:
+            # A step takes more than `sizing` expects. Every pass has fewer pages.
+            if given.gpu_pages is not None or error.most < MIN_PAGES:
+                raise
+            runner.device_pools.clear()
+            config = config.with_gpu_pages(on_gpu_grid(error.most))
+    warn_of_short_context(config, model_config, _log)
+    return runner, config
+
+
+def _warm_up(runner: ModelRunner, config: EngineConfig, progress: bool) -> None:
+    """Tell what the KV cache takes, and compile every bucket."""
     sizes = ", ".join(str(size) for size in sorted(runner.layouts))
-    title = f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens"
-    _log.info(title)
-    if progress:
-        tqdm.write(title, file=sys.stderr)
+    for line in (
+        memory_in_words(config, runner.storage),
+        f"{len(runner.layouts)} buckets to compile: steps of up to {sizes} tokens",
+    ):
+        _log.info(line)
+        if progress:
+            tqdm.write(line, file=sys.stderr)
     with ProgressBar("compiling", progress) as bar:
         runner.warm_up(bar)
-    return runner, config
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
@@ -174,31 +201,35 @@ def mesh_of(config: EngineConfig) -> Mesh:
     return make_mesh(size)
 
 
-def _in_pages(
-    config: EngineConfig, all_bytes: int, host_bytes: int, count_bytes: int, mesh: Mesh
-) -> EngineConfig:
-    """Convert the sizes of both tiers to pages; the weights must be loaded already.
-
-    A page takes `all_bytes` on all devices together. A slot of host memory and a chunk in transit take
-    `host_bytes`. Counts of ids take `count_bytes` on each device.
-    """
-    page_bytes, staged_bytes = all_bytes // mesh.devices.size, host_bytes // mesh.devices.size
-    config = config.with_cpu_pages(host_bytes).with_staged_pages(staged_bytes)
-    fraction = config.cache.gpu_memory_fraction
-    if fraction is None:
-        return config
-    staging = staging_bytes(config.cache.cpu_pages, config.runner.max_num_staged_pages, staged_bytes)
+def _machine(mesh: Mesh) -> Machine:
+    """Read the memory of the devices and of the host; the weights must be loaded already."""
     devices = list(mesh.devices.flat)
-    reserved = reserved_bytes(config.cache.gpu_reserved_bytes, len(devices))
-    return config.with_gpu_pages(num_pages_in(fraction, devices, page_bytes, staging, reserved, count_bytes))
+    share = jax_share()
+    return Machine(
+        is_cpu=devices[0].platform == "cpu",
+        devices=tuple(
+            DeviceMemory(
+                device.device_kind,
+                memory_limit_bytes(device),
+                share,
+                (device.memory_stats() or {}).get("bytes_in_use", 0),
+            )
+            for device in devices
+        ),
+        host_bytes=total_bytes(),
+        free_bytes=available_bytes(),
+        pinnable_bytes=pinnable_bytes(),
+    )
 
 
 def _host_bytes(model: ModelConfig, config: EngineConfig, dtype: str) -> int:
     """Return the most bytes that the host tier and chunks in transit take on GPUs, without using a device."""
     cache = config.cache
     slot = slot_bytes(model, cache, resolve_dtype(dtype, model))
-    tier = cache.cpu_pages * slot if cache.cpu_bytes is None else cache.cpu_bytes
-    return tier + config.runner.max_num_staged_pages * slot
+    staged = config.runner.max_num_staged_pages * slot
+    if not cache.has_given_host_tier or cache.cpu_memory_fraction is not None:
+        return default_host_bytes(config, available_bytes(), config.runner.tensor_parallel_size)
+    return staged + (cache.num_cpu_pages * slot if cache.cpu_bytes is None else cache.cpu_bytes)
 
 
 def _limits(model: ModelConfig, config: EngineConfig) -> ModelLimits:

@@ -45,6 +45,11 @@ __all__ = [
 _STAGED_BYTES = 10**9  # chunks in transit per direction and device: about 20 ms of copying
 _MIN_STAGED_PAGES = 64  # a history of 2,000 tokens in chunks of 32
 _NUM_BUCKETS_ELSEWHERE = 4  # few, because models are small there and compiling dominates the start
+_NUM_RUNNING = 64  # of simulations and of runners without a device
+MAX_NUM_RUNNING = 256
+"""The most requests in the batch that a start derives."""
+HOST_SHARE = 0.5
+"""Share of free host memory that the host tier takes for GPUs by default."""
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
@@ -69,30 +74,31 @@ _SECONDS = number("above 0 seconds", lambda value: value > 0)
 class CacheConfig:
     """The KV cache of conversations."""
 
-    gpu_pages: int = option(
-        512,
-        count(2),
-        "Pages of device memory for the KV cache; a page holds one chunk. A dummy page is added.",
+    gpu_pages: int | None = option(
+        None,
+        optional(count(2)),
+        "Pages of device memory for the KV cache; a page holds one chunk. A dummy page is added. None: as "
+        "many as `gpu_memory_fraction` of a GPU holds, and on a CPU as many as a quarter of the machine's or "
+        "the container's memory holds, for at most 16,384 tokens or four contexts.",
     )
     gpu_memory_fraction: float | None = option(
         None,
         optional(_SHARE),
-        "Replaces `gpu_pages`: the share of JAX's memory that weights, pages and chunks in transit may use. "
-        "JAX may use 75% of a GPU, unless the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION sets "
-        "another share. The rest is for a step's temporaries.",
+        "Replaces `gpu_pages` on GPUs: the share of each GPU's memory that weights, steps, chunks in transit "
+        "and pages take together. None: 0.9, or what JAX may use if that is less.",
     )
     gpu_reserved_bytes: int | None = option(
         None,
         optional(count(0)._replace(words="an integer number of bytes, at least 0")),
-        "Bytes of every device that `gpu_memory_fraction` leaves free for communication between devices and "
-        "for the trials of the compiler. None: 0 on one device, and 1 GiB on each of several.",
+        "Bytes of every device within `gpu_memory_fraction` that are left to communication between devices "
+        "and to the trials of the compiler. None: 0 on one device, and 1 GiB on each of several.",
         unit="bytes",
     )
-    cpu_pages: int = option(
-        0,
-        count(0),
+    cpu_pages: int | None = option(
+        None,
+        optional(count(0)),
         "Chunks that pinned host memory holds in addition; 0 disables the host tier (the paper's \"Pensieve "
-        '(GPU cache)").',
+        '(GPU cache)"). None: as many as `cpu_memory_fraction` holds; 0 beside `gpu_pages`.',
     )
     cpu_bytes: int | None = option(
         None,
@@ -100,6 +106,13 @@ class CacheConfig:
         "Replaces `cpu_pages`: bytes of host memory for all devices together, on a command line also as "
         "16GiB or 40GB. Up to `max_num_staged_pages` chunks in transit are added.",
         unit="bytes",
+    )
+    cpu_memory_fraction: float | None = option(
+        None,
+        optional(_SHARE),
+        "Replaces `cpu_pages`: the share of free host memory that the host tier takes, chunks in transit "
+        "included. None: for GPUs 0.5, at most 64 GiB for each; on a CPU an eighth of its memory, at most 1 "
+        "GiB; nothing beside `gpu_pages`, or without `stateful`.",
     )
     chunk_tokens: int = option(
         32,
@@ -175,6 +188,18 @@ class CacheConfig:
             self.cpu_bytes,
             f"None beside cache.cpu_pages ({self.cpu_pages}): give one of the two",
         )
+        for share, exact in (
+            ("gpu_memory_fraction", "gpu_pages"),
+            ("cpu_memory_fraction", "cpu_pages"),
+            ("cpu_memory_fraction", "cpu_bytes"),
+        ):
+            number = getattr(self, exact)
+            require(
+                getattr(self, share) is None or number is None,
+                f"cache.{share}",
+                getattr(self, share),
+                f"None beside cache.{exact} ({number}): give one of the two",
+            )
         require(
             not self.pack_host or self.kv_dtype is None,
             "cache.pack_host",
@@ -183,15 +208,31 @@ class CacheConfig:
         )
 
     @property
+    def num_gpu_pages(self) -> int:
+        """Pages of the device; the configuration must have a number of them, as that of a running engine."""
+        assert self.gpu_pages is not None, "cache.gpu_pages is not derived from the machine yet"
+        return self.gpu_pages
+
+    @property
+    def num_cpu_pages(self) -> int:
+        """Slots of host memory; 0 if the configuration has no number of them."""
+        return self.cpu_pages or 0
+
+    @property
+    def has_given_host_tier(self) -> bool:
+        """Whether a field says how much host memory to take, if any."""
+        return any(one is not None for one in (self.cpu_pages, self.cpu_bytes, self.cpu_memory_fraction))
+
+    @property
     def reserve_pages(self) -> int:
         """Pages that must stay available when a request joins running ones."""
         # Round first: 0.1 * 70 is slightly above 7 in floating point, and must give 7 pages.
-        return math.ceil(round(self.gpu_pages * self.reserve_fraction, 6))
+        return math.ceil(round(self.num_gpu_pages * self.reserve_fraction, 6))
 
     @property
     def clean_pages(self) -> int:
         """Pages that swap-out ahead of time keeps free or copied."""
-        return int(self.gpu_pages * self.swap_out_fraction)
+        return int(self.num_gpu_pages * self.swap_out_fraction)
 
 
 @documented
@@ -199,7 +240,12 @@ class CacheConfig:
 class SchedulerConfig:
     """The limits of a step."""
 
-    max_num_running: int = option(64, count(1), "The most requests in the batch.")
+    max_num_running: int | None = option(
+        None,
+        optional(count(1)),
+        "The most requests in the batch. None: the largest power of two from 16 to 256 for which the pages "
+        "hold 512 tokens per request and a step's list of pages is at most 1 MiB.",
+    )
     max_num_batched_tokens: int = option(
         512,
         count(1),
@@ -245,10 +291,10 @@ class SchedulerConfig:
         """Raise ConfigError for invalid values within the group."""
         check_options(self, "scheduler.")
         require(
-            self.max_num_rows is None or is_count(self.max_num_rows, self.max_num_running),
+            self.max_num_rows is None or is_count(self.max_num_rows, self.max_num_running or 1),
             "scheduler.max_num_rows",
             self.max_num_rows,
-            f"None or at least max_num_running ({self.max_num_running})",
+            f"None or at least max_num_running ({self.max_num_running or 1})",
         )
         buckets = self.token_buckets
         if buckets is not None:
@@ -265,9 +311,14 @@ class SchedulerConfig:
             )
 
     @property
+    def running_limit(self) -> int:
+        """The most requests in the batch: `max_num_running`, or 64 where no machine has determined it."""
+        return self.max_num_running or _NUM_RUNNING
+
+    @property
     def row_limit(self) -> int:
         """The most sub-requests of a step: `max_num_rows` or its default."""
-        return self.max_num_rows or 2 * self.max_num_running
+        return self.max_num_rows or 2 * self.running_limit
 
     @property
     def bucket_limit(self) -> int:
@@ -384,7 +435,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for groups that do not fit together."""
         check_options(self, "")
-        least = self.scheduler.max_num_running + self.cache.chunk_tokens
+        least = (self.scheduler.max_num_running or 1) + self.cache.chunk_tokens
         require(
             self.scheduler.max_num_batched_tokens >= least,
             "scheduler.max_num_batched_tokens",
@@ -395,6 +446,29 @@ class EngineConfig:
     def with_gpu_pages(self, num_pages: int) -> EngineConfig:
         """Return a copy with `num_pages` pages in place of `cache.gpu_memory_fraction`."""
         return replace(self, cache=replace(self.cache, gpu_pages=num_pages, gpu_memory_fraction=None))
+
+    def with_cpu_slots(self, num_slots: int) -> EngineConfig:
+        """Return a copy with `num_slots` chunks of host memory in place of bytes or a share."""
+        cache = replace(self.cache, cpu_pages=num_slots, cpu_bytes=None, cpu_memory_fraction=None)
+        return replace(self, cache=cache)
+
+    def with_part_of_host(self, num_engines: int) -> EngineConfig:
+        """Return a copy for one of several engines that start on one host at the same time.
+
+        The host tier that nothing is said of takes its part of half of the free memory.
+        """
+        if num_engines == 1 or not self.wants_host_tier:
+            return self
+        return replace(self, cache=replace(self.cache, cpu_memory_fraction=HOST_SHARE / num_engines))
+
+    @property
+    def wants_host_tier(self) -> bool:
+        """Whether host memory is to be derived, as no field says anything of it."""
+        return self.stateful and self.cache.gpu_pages is None and not self.cache.has_given_host_tier
+
+    def with_num_running(self, num_running: int) -> EngineConfig:
+        """Return a copy with at most `num_running` requests in the batch."""
+        return replace(self, scheduler=replace(self.scheduler, max_num_running=num_running))
 
     def with_num_buckets(self, *, on_gpu: bool) -> EngineConfig:
         """Return a copy in which `scheduler.max_num_buckets` has its default for this device, if None."""
@@ -428,23 +502,23 @@ class EngineConfig:
             num_bytes,
             f"0 or at least the {page_bytes:,} bytes of a chunk",
         )
-        return replace(self, cache=replace(self.cache, cpu_pages=num_bytes // page_bytes, cpu_bytes=None))
+        return self.with_cpu_slots(num_bytes // page_bytes)
 
     @property
     def num_count_slots(self) -> int:
         """Number of turns whose ids are counted on the device at a time."""
-        return self.scheduler.max_num_running if self.runner.penalties else 0
+        return self.scheduler.running_limit if self.runner.penalties else 0
 
     def resolve_context_tokens(self, model_max_tokens: int) -> int:
         """Return the longest context in tokens: the configured one, or what model and pool allow.
 
-        A pool without a size yet (`cache.gpu_memory_fraction`) does not limit it.
+        A pool without a size yet does not limit it.
 
         Raises:
           ConfigError: `max_context_tokens` exceeds the model's positions or the whole page pool.
         """
-        is_sized = self.cache.gpu_memory_fraction is None
-        pool_tokens = self.cache.gpu_pages * self.cache.chunk_tokens if is_sized else model_max_tokens
+        num_pages = self.cache.gpu_pages
+        pool_tokens = model_max_tokens if num_pages is None else num_pages * self.cache.chunk_tokens
         wanted = self.scheduler.max_context_tokens
         if wanted is None:
             return min(model_max_tokens, pool_tokens)

@@ -126,7 +126,7 @@ def costs_of_runner(
       StepFailedError: a step failed, and the runner could not be reset.
     """
     limits = {
-        "gpu_pages": config.cache.gpu_pages,
+        "gpu_pages": config.cache.num_gpu_pages,
         "chunk_tokens": config.cache.chunk_tokens,
         "context_tokens": context_tokens,
     }

@@ -19,6 +19,7 @@ from pensieve_jax.decoding.device.describe import (
     describe_model,
 )
 from pensieve_jax.device.kv_storage import packing_reason
+from pensieve_jax.device.sizing import memory_in_words
 
 
 def describe(parts: Assembled) -> Description:
@@ -35,7 +36,7 @@ def describe(parts: Assembled) -> Description:
         `stateful`; `policy`; for a learning policy the `order` that it uses now and why, else None.
         `chunk_tokens`; the `kv_dtype` of stored pages; `page_bytes` of a page on one device.
         Sizes of both tiers: `gpu_pages`, `gpu_bytes` per device and `gpu_tokens`, without the dummy page;
-        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`.
+        `cpu_slots`, `cpu_bytes` of all devices together and `cpu_tokens`. `summary` says this in a line.
         `packed`: whether and why chunks are packed in host memory and on the way there; `slot_bytes`: size of
         a chunk there, all devices together.
         `cost_model`: origin of the eviction costs: "file", "shipped", "cached" (by an earlier start),
@@ -57,7 +58,7 @@ def describe(parts: Assembled) -> Description:
         "steps": {
             "buckets": sorted(runner.layouts),
             "max_context_tokens": config.resolve_context_tokens(parts.model_config.max_position_embeddings),
-            "max_num_running": config.scheduler.max_num_running,
+            "max_num_running": config.scheduler.running_limit,
             "max_num_rows": config.scheduler.row_limit,
             "num_layer_groups": len(runner.storage.groups),
         },
@@ -75,14 +76,15 @@ def _cache(parts: Assembled) -> dict[str, Any]:
         "chunk_tokens": cache.chunk_tokens,
         "kv_dtype": cache.kv_dtype or parts.runner.dtype.name,
         "page_bytes": storage.page_bytes,
-        "gpu_pages": cache.gpu_pages,
-        "gpu_bytes": cache.gpu_pages * storage.page_bytes,
-        "gpu_tokens": cache.gpu_pages * cache.chunk_tokens,
+        "gpu_pages": cache.num_gpu_pages,
+        "gpu_bytes": cache.num_gpu_pages * storage.page_bytes,
+        "gpu_tokens": cache.num_gpu_pages * cache.chunk_tokens,
         "packed": _packing(parts),
         "slot_bytes": storage.slot_bytes,
-        "cpu_slots": cache.cpu_pages,
-        "cpu_bytes": cache.cpu_pages * storage.slot_bytes,
-        "cpu_tokens": cache.cpu_pages * cache.chunk_tokens,
+        "cpu_slots": cache.num_cpu_pages,
+        "cpu_bytes": cache.num_cpu_pages * storage.slot_bytes,
+        "cpu_tokens": cache.num_cpu_pages * cache.chunk_tokens,
+        "summary": memory_in_words(parts.config, storage),
         "cost_model": parts.costs.kind,
         "cost_profile": parts.costs.source,
         "cost_reason": parts.costs.reason,
@@ -92,6 +94,6 @@ def _cache(parts: Assembled) -> dict[str, Any]:
 
 def _packing(parts: Assembled) -> str:
     cache = parts.config.cache
-    if not cache.cpu_pages:
+    if not cache.num_cpu_pages:
         return "off: there is no host tier"
     return packing_reason(parts.model_config, cache, parts.runner.dtype)

@@ -17,13 +17,15 @@ from pensieve_jax.config import (
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.options import options_of
 
+ONE_OF_TWO = ": give one of the two."
 BAD = [
-    *[(CacheConfig, "gpu_pages", value, "at least 2") for value in (1, 0, -3, 2.5, True, None, "8")],
+    *[(CacheConfig, "gpu_pages", value, "at least 2") for value in (1, 0, -3, 2.5, True, "8")],
     *[
-        (CacheConfig, "gpu_memory_fraction", value, "above 0")
+        (CacheConfig, field, value, "above 0")
+        for field in ("gpu_memory_fraction", "cpu_memory_fraction")
         for value in (0, -0.5, 1.01, math.nan, "a", True)
     ],
-    *[(CacheConfig, "cpu_pages", value, "at least 0") for value in (-1, None, 0.5, True)],
+    *[(CacheConfig, "cpu_pages", value, "at least 0") for value in (-1, 0.5, True)],
     *[(CacheConfig, "cpu_bytes", value, "at least 0") for value in (-1, 1e9, True, "1GB")],
     *[(CacheConfig, "swap_out_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, math.nan, "a", None)],
     *[(CacheConfig, "retrieval_priority", value, "True or False") for value in (0, None)],
@@ -34,9 +36,9 @@ BAD = [
     *[(CacheConfig, "reserve_fraction", value, r"\[0, 1\)") for value in (-0.1, 1, 1.5, math.nan, "a", None)],
     *[(CacheConfig, "max_idle_conversations", value, "at least 1") for value in (0, -1, 1.5, True)],
     *[(CacheConfig, "idle_ttl_s", value, "above 0") for value in (0, -1.0, math.nan, "a")],
-    *[(SchedulerConfig, "max_num_running", value, "at least 1") for value in (0, -1, 1.5, True, None)],
+    *[(SchedulerConfig, "max_num_running", value, "at least 1") for value in (0, -1, 1.5, True)],
     *[(SchedulerConfig, "max_num_batched_tokens", value, "at least 1") for value in (0, -1, 64.0, None)],
-    *[(SchedulerConfig, "max_num_rows", value, "at least max_num_running") for value in (0, 63, 64.5)],
+    *[(SchedulerConfig, "max_num_rows", value, "at least max_num_running") for value in (0, -1, 64.5)],
     *[(SchedulerConfig, "max_context_tokens", value, "at least 2") for value in (0, 1, 3.5, True)],
     *[
         (SchedulerConfig, "token_buckets", value, r"ends? with max_num_batched_tokens \(512\)")
@@ -69,6 +71,18 @@ def test_a_share_of_memory_is_not_yet_a_number_of_pages():
     assert config.with_gpu_pages(100).resolve_context_tokens(10**6) == 3200
 
 
+def test_engines_of_one_host_share_its_memory():
+    """What the caller said of host memory stays."""
+    assert EngineConfig().with_part_of_host(1) == EngineConfig()
+    assert EngineConfig().with_part_of_host(4).cache.cpu_memory_fraction == 0.125
+    for config in (
+        EngineConfig(stateful=False),
+        *(EngineConfig(cache=CacheConfig(**given)) for given in ({"cpu_pages": 3}, {"gpu_pages": 9})),
+        EngineConfig(cache=CacheConfig(cpu_memory_fraction=0.3)),
+    ):
+        assert config.with_part_of_host(4) == config
+
+
 def test_defaults_and_limits_work():
     assert EngineConfig() == EngineConfig(
         cache=CacheConfig(), scheduler=SchedulerConfig(), runner=RunnerConfig()
@@ -87,13 +101,17 @@ def test_the_docstring_lists_every_field_with_its_limit_and_default(kind):
         if not dataclasses.is_dataclass(option.kind):
             assert f"{option.text} Default: {option.default!r}." in told
     if kind is CacheConfig:
-        assert "page is added. Must be an integer of at least 2. Default: 512." in told
+        assert "or four contexts. Must be None or an integer of at least 2. Default: None." in told
 
 
 @pytest.mark.parametrize(
     ("kind", "value", "message"),
     [
-        (CacheConfig, {"gpu_pages": 1}, "cache.gpu_pages is 1, but must be an integer of at least 2."),
+        (
+            CacheConfig,
+            {"gpu_pages": 1},
+            "cache.gpu_pages is 1, but must be None or an integer of at least 2.",
+        ),
         (CacheConfig, {"policy": "x"}, f"cache.policy is 'x', but must be one of {POLICIES}."),
         (CacheConfig, {"idle_ttl_s": 0}, "cache.idle_ttl_s is 0, but must be None or above 0 seconds."),
         (
@@ -107,9 +125,24 @@ def test_the_docstring_lists_every_field_with_its_limit_and_default(kind):
             "cache.cpu_bytes is 4, but must be None beside cache.cpu_pages (3): give one of the two.",
         ),
         (
+            CacheConfig,
+            {"gpu_memory_fraction": 0.5, "gpu_pages": 3},
+            f"cache.gpu_memory_fraction is 0.5, but must be None beside cache.gpu_pages (3){ONE_OF_TWO}",
+        ),
+        (
+            CacheConfig,
+            {"cpu_memory_fraction": 0.5, "cpu_pages": 0},
+            f"cache.cpu_memory_fraction is 0.5, but must be None beside cache.cpu_pages (0){ONE_OF_TWO}",
+        ),
+        (
+            CacheConfig,
+            {"cpu_memory_fraction": 0.5, "cpu_bytes": 9},
+            f"cache.cpu_memory_fraction is 0.5, but must be None beside cache.cpu_bytes (9){ONE_OF_TWO}",
+        ),
+        (
             SchedulerConfig,
-            {"max_num_rows": 3},
-            "scheduler.max_num_rows is 3, but must be None or at least max_num_running (64).",
+            {"max_num_rows": 3, "max_num_running": 4},
+            "scheduler.max_num_rows is 3, but must be None or at least max_num_running (4).",
         ),
         (
             RunnerConfig,
@@ -138,9 +171,12 @@ def test_groups_of_the_wrong_kind_are_refused():
 
 
 def test_a_step_must_have_room_for_a_chunk_beside_every_decode():
-    with pytest.raises(ConfigError, match=r"scheduler.max_num_batched_tokens is 95.*\(96\)"):
-        EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=95))
-    EngineConfig(scheduler=SchedulerConfig(max_num_batched_tokens=96))
+    for options, least in (({"max_num_running": 64}, 96), ({}, 33)):
+        with pytest.raises(
+            ConfigError, match=rf"scheduler.max_num_batched_tokens is {least - 1}.*\({least}\)"
+        ):
+            EngineConfig(scheduler=SchedulerConfig(**options, max_num_batched_tokens=least - 1))
+        EngineConfig(scheduler=SchedulerConfig(**options, max_num_batched_tokens=least))
 
 
 def test_the_context_is_the_requested_one_or_what_model_and_pool_allow():

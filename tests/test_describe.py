@@ -60,6 +60,10 @@ def test_an_engine_describes_itself(
         **{"gpu_pages": 24, "gpu_bytes": 24 * page_bytes, "gpu_tokens": 24 * 16},
         **{"cpu_slots": slots, "cpu_bytes": slots * page_bytes, "cpu_tokens": 16 * slots},
         **{"cost_model": "analytic", "cost_profile": None, "cost_at_4096": 20.57},
+        "summary": (
+            f"KV cache: {24 * page_bytes / 2**20:.1f} MiB on the CPU (384 tokens), "
+            f"{slots * page_bytes / 2**20:.1f} MiB in host memory ({16 * slots:,} tokens)"
+        ),
         "cost_reason": "no profile is shipped, and CPUs are not measured",
     }
     limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 1}

@@ -28,7 +28,7 @@ def smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compilation_cache: 
 
     def make(model: str, *, config: EngineConfig, history: str | None = None) -> LLM:
         shared = served.engine_config(compilation_cache)
-        if config.cache.gpu_pages < 64:  # this program wants little memory
+        if config.cache.num_gpu_pages < 64:  # this program wants little memory
             shared = EngineConfig(cache=config.cache, scheduler=shared.scheduler, runner=shared.runner)
         return LLM(model, config=shared, history=history, progress=False)
 

@@ -307,7 +307,8 @@ def test_vllm_without_a_cache_and_with_host_memory(vllm, calls):
     system.start(serving_clock.RunClock())
     assert not vllm.running, "the load point before was given up"
     with pytest.raises(ConfigError, match="--cpu_bytes"):
-        vllm_server.VllmSystem("vllm-offload", "/model", TINY, "bfloat16", EngineConfig())
+        without = EngineConfig(cache=CacheConfig(gpu_pages=64))
+        vllm_server.VllmSystem("vllm-offload", "/model", TINY, "bfloat16", without)
 
 
 @pytest.mark.parametrize("prompt_only", [False, True])

@@ -58,7 +58,7 @@ class CacheManager:
         """
         self.chunk_tokens = config.chunk_tokens
         self.num_prefetched_chunks = 0
-        self._store = ChunkStore(config.gpu_pages, config.cpu_pages, config.chunk_tokens, on_drop)
+        self._store = ChunkStore(config.num_gpu_pages, config.num_cpu_pages, config.chunk_tokens, on_drop)
         self.page_table = self._store.page_table
         self._clock = clock
         self._reserve_pages = config.reserve_pages

@@ -57,14 +57,12 @@ _OPTIONS = {
 }
 # Flags whose default depends on another flag. They have no default on the command line, but this sentence.
 _SAID_BY_OTHERS = {
-    "cpu_pages": "Replaces cpu_bytes.",
     "max_num_batched_tokens": f"Default: the last of token_buckets, otherwise "
     f"{SchedulerConfig.max_num_batched_tokens}, or the smallest working value if that is larger.",
 }
-_CPU_BYTES = "1GB"
 _EMPTY_IS_NONE = ("compilation_cache_dir",)
 _SIZES = (
-    *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes", "max_num_rows"),
+    *("gpu_pages", "gpu_memory_fraction", "cpu_pages", "cpu_bytes", "cpu_memory_fraction", "max_num_rows"),
     *("token_buckets", "max_num_running", "max_num_batched_tokens", "max_context_tokens"),
 )
 _BYTES_OF = {"": 1, "B": 1} | {
@@ -121,15 +119,11 @@ def take_model_word() -> None:
 def set_command_defaults() -> None:
     """Give the flags the defaults of all commands, so that one loads what another has compiled."""
     FLAGS.set_default("compilation_cache_dir", str(CACHE_DIR))
-    FLAGS.set_default("cpu_bytes", _CPU_BYTES)
 
 
 def command_config(compilation_cache_dir: str | None) -> EngineConfig:
     """Return the configuration of commands whose flags are left out."""
-    return EngineConfig(
-        cache=CacheConfig(cpu_bytes=parse_bytes(_CPU_BYTES)),
-        runner=RunnerConfig(compilation_cache_dir=compilation_cache_dir),
-    )
+    return EngineConfig(runner=RunnerConfig(compilation_cache_dir=compilation_cache_dir))
 
 
 def check_engine_flags() -> EngineConfig:
@@ -235,7 +229,6 @@ def _values(kind: type) -> dict[str, Any]:
     found = {name: getattr(FLAGS, name) for name in names}
     # Conversions of flags that differ from the field's value.
     changed: dict[str, Callable[[Any], Any]] = {
-        "cpu_pages": lambda pages: pages or 0,
         "cpu_bytes": _cpu_bytes,
         "gpu_reserved_bytes": lambda text: None if text is None else num_bytes("--gpu_reserved_bytes", text),
         "token_buckets": _token_buckets,
@@ -320,7 +313,7 @@ def num_bytes(flag: str, text: str) -> int:
 
 
 def _cpu_bytes(text: str | None) -> int | None:
-    if text is None or (FLAGS.cpu_pages is not None and FLAGS["cpu_bytes"].using_default_value):
+    if text is None:
         return None
     if FLAGS.cpu_pages:
         raise ConfigError("--cpu_bytes", text, "left out with --cpu_pages")
@@ -341,5 +334,5 @@ def _max_num_batched_tokens(given: int | None) -> int:
     if given is not None:
         return given
     buckets = _token_buckets(FLAGS.token_buckets)
-    least = FLAGS.max_num_running + FLAGS.chunk_tokens
+    least = (FLAGS.max_num_running or 0) + FLAGS.chunk_tokens
     return buckets[-1] if buckets else max(SchedulerConfig.max_num_batched_tokens, least)

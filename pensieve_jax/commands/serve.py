@@ -9,9 +9,10 @@ restarted if it dies; conversations then continue from the history. Ctrl-C or SI
 running turns have finished, or after `--drain_s` seconds; a second one stops it at once.
 
 Without `--history`, conversations are stored in a private file that is removed at the end. Without keys, only
-this machine can connect: set PENSIEVE_API_KEY to a key, or give several by `--api_keys_file`. KV cache that
-leaves the device goes to host memory: one gigabyte, allocated at the start, unless `--cpu_bytes` or
-`--cpu_pages` is set. See docs/server.md for more.
+this machine can connect: set PENSIEVE_API_KEY to a key, or give several by `--api_keys_file`. Weights and KV
+cache take 90% of a GPU's memory, and on a CPU a part of the machine's (`--gpu_memory_fraction`,
+`--gpu_pages`). What leaves the device goes to host memory (`--cpu_memory_fraction`, `--cpu_bytes`). The log
+says what was taken. See docs/server.md for more.
 The server needs additional packages: `pip install ".[server]"` in the checkout.
 """
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     import socket
 
     from pensieve_jax import AsyncEngine, EngineConfig
-    from pensieve_jax.server.async_engine import EngineInfo
     from pensieve_jax.server.http.settings import ServerSettings
 
 FLAGS = flags.FLAGS
@@ -118,7 +118,7 @@ def _serve_at(
     from pensieve_jax import AsyncEngine
     from pensieve_jax.server.app import make_application
     from pensieve_jax.server.http.keys import ApiKeys
-    from pensieve_jax.server.logs import LOGGER, log_to, log_uncaught
+    from pensieve_jax.server.logs import LOGGER, flush_log, log_to, log_uncaught
     from pensieve_jax.server.main import history_file, leave
     from pensieve_jax.server.main import serve as serve_until_signal
 
@@ -127,7 +127,8 @@ def _serve_at(
 
     def announce(engine: AsyncEngine, address: str) -> None:
         log_uncaught()  # from now on errors may quote prompts
-        LOGGER.info("%s", sizes_in_words(engine.info))
+        LOGGER.info("%s", engine.info.description["cache"]["summary"])
+        flush_log()  # a terminal shows both streams, and this line must not end in the address
         announce_address(engine.info.model_name, address)
 
     with history_file(FLAGS.history) as history:
@@ -166,7 +167,7 @@ def serve_many() -> int:
         history=FLAGS.history,
         model=FLAGS.model,
         dtype=FLAGS.dtype,
-        config=engine_config(),
+        config=engine_config().with_part_of_host(FLAGS.replicas),
         log_format=FLAGS.log_format,
         replicas=FLAGS.replicas,
         num_cpus=0,  # so that Ray starts all replicas, even on a machine with few processors
@@ -227,16 +228,6 @@ def _amounts(flag: str) -> dict[str, int]:
             raise ConfigError(f"--{flag}", entry, "NAME=NUMBER, such as maps=100")
         found[name] = int(amount)
     return found
-
-
-def sizes_in_words(info: EngineInfo) -> str:
-    """Describe the sizes of chunks and tiers, for the log."""
-    cache = info.description["cache"]
-    return (
-        f"a chunk of {info.chunk_tokens} tokens takes {info.chunk_bytes:,} bytes on the device, which has "
-        f"room for {cache['gpu_pages']}, and {info.slot_bytes:,} bytes in host memory, which has room for "
-        f"{cache['cpu_slots']}"
-    )
 
 
 def next_steps(address: str, history: str | None) -> str:

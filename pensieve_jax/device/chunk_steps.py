@@ -68,7 +68,7 @@ class ChunkSteps:
         self._dtype = runner.dtype
         backend = runner.kernels.attention.name
         self._specs = bucket_tile_specs(model, config, self._dtype, backend, mesh.devices.size)
-        self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.max_num_running)
+        self.rows = RowSteps(config, runner, model.vocab_size, config.scheduler.running_limit)
 
     def plan(self, num_chunks: int, end: int) -> StepPlan:
         """Return a step that recomputes the chunk ending at `end` for the first `num_chunks` sequences."""

@@ -61,7 +61,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
         decode_matmul=_matmul_choice(model, config, dtype, device, num_shards, sums),
         all_reduce=sums,
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
-        page_copy=_explained(copy, f"pages of {page}", device) if cache.cpu_pages else None,
+        page_copy=_explained(copy, f"pages of {page}", device) if cache.num_cpu_pages else None,
     )
 
 

@@ -68,14 +68,14 @@ class KVStorage:
             refuses the configuration.
         """
         max_num_pages = np.iinfo(np.int32).max // cache.chunk_tokens - _NUM_DUMMY_PAGES
-        if cache.gpu_pages > max_num_pages:
+        if cache.num_gpu_pages > max_num_pages:
             limit = (
                 f"at most {max_num_pages}, since slots ({cache.chunk_tokens} a page) are numbered in 32 bits"
             )
-            raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit)
+            raise ConfigError("cache.gpu_pages", cache.num_gpu_pages, limit)
         check_addresses(model, cache, mesh.devices.size)
         self.num_layers = model.num_layers
-        self.num_pages = cache.gpu_pages + _NUM_DUMMY_PAGES
+        self.num_pages = cache.num_gpu_pages + _NUM_DUMMY_PAGES
         self.kv_dtype, self.page_size = cache.kv_dtype, cache.chunk_tokens
         page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads, model.head_dim)
         self.shape = (self.num_pages, *page)
@@ -146,13 +146,17 @@ class DevicePools:
         # traceback of the failed step or Ctrl-C being handled has frames that refer to them. Donated arrays
         # are deleted already, and memory used by work in flight is freed when that work ends.
         try:
-            for pool in self.by_layer:
-                pool.delete()
-            self.groups = []
+            self.clear()
             self.replace(self._storage.new_pools())  # store them before waiting: an interrupt may come
             jax.block_until_ready(self.groups)
         except jax.errors.JaxRuntimeError as error:
             raise step_failed("new pools could not be made on the device", error) from error
+
+    def clear(self) -> None:
+        """Delete the pools and hold nothing, until the next `reset`."""
+        for pool in self.by_layer:
+            pool.delete()
+        self.groups = []
 
     def replace(self, pools: Sequence[jax.Array]) -> None:
         """Use `pools`, one per layer, from now on."""
@@ -247,20 +251,22 @@ def check_addresses(model: ModelConfig, cache: CacheConfig, num_devices: int) ->
       ConfigError: `cache.gpu_pages` is in that range.
     """
     most = most_byte_pages(model, cache, num_devices)
-    if cache.gpu_pages > most:
+    if cache.num_gpu_pages > most:
         limit = f"at most {most:,} (2 GiB per layer), or over twice as many, with {cache.kv_dtype} state"
-        raise ConfigError("cache.gpu_pages", cache.gpu_pages, limit, "or raise runner.tensor_parallel_size")
+        raise ConfigError(
+            "cache.gpu_pages", cache.num_gpu_pages, limit, "or raise runner.tensor_parallel_size"
+        )
 
 
 def most_byte_pages(model: ModelConfig, cache: CacheConfig, num_devices: int) -> int:
     """Return `cache.gpu_pages`, reduced to what kernels can address; see `check_addresses`."""
     if cache.kv_dtype is None:
-        return cache.gpu_pages
+        return cache.num_gpu_pages
     page = page_shape(cache.kv_dtype, cache.chunk_tokens, model.num_kv_heads // num_devices, model.head_dim)
     page_bytes = math.prod(page)
-    pool_bytes = (cache.gpu_pages + _NUM_DUMMY_PAGES) * page_bytes
+    pool_bytes = (cache.num_gpu_pages + _NUM_DUMMY_PAGES) * page_bytes
     if pool_bytes < 2**31 or pool_bytes > 2**32:
-        return cache.gpu_pages
+        return cache.num_gpu_pages
     return (2**31 - 1) // page_bytes - _NUM_DUMMY_PAGES
 
 

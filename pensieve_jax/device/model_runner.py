@@ -414,7 +414,7 @@ class ModelRunner:
         devices = list(self._mesh.devices.flat)
         return PageBudget(
             least_device(devices),
-            config.cache.gpu_pages,
+            config.cache.num_gpu_pages,
             fraction,
             page_bytes=self.storage.page_bytes,
             weights_bytes=self.weights_bytes,
@@ -429,7 +429,7 @@ class ModelRunner:
         return DeviceTransfers(
             self.storage,
             self.device_pools,
-            cpu_pages=config.cache.cpu_pages,
+            cpu_pages=config.cache.num_cpu_pages,
             max_num_staged_pages=config.runner.max_num_staged_pages,
             retrieval_priority=config.cache.retrieval_priority,
             cpu_bytes=cpu_bytes,

@@ -1,15 +1,15 @@
-"""The number of pages that fit a device's memory beside weights and steps, and the refusal of more pages.
+"""The refusal of pages that do not fit a device's memory beside weights and steps.
 
 Owns: the memory arithmetic, the memory reserved for chunks in transit and for exchanges, and the error
 message that says what fits and what to change.
-Does not know: how much a step takes; `runtime.device_memory` asks the executables.
+Does not know: how much a step takes (`runtime.device_memory` asks the executables), or how a number of pages
+is derived (`sizing`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -43,48 +43,14 @@ def reserved_bytes(given: int | None, num_devices: int) -> int:
     return _EXCHANGE_BYTES if num_devices > 1 else 0
 
 
-def num_pages_in(
-    fraction: float,
-    devices: Sequence[jax.Device],
-    page_bytes: int,
-    staging_bytes: int,
-    reserved_bytes: int = 0,
-    counts_bytes: int = 0,
-) -> int:
-    """Return how many pages fit into `fraction` of every device's memory beside what is in use already.
+class PagesDoNotFitError(ConfigError):
+    """A device has no memory for the pages of a configuration beside its steps.
 
-    Args:
-      fraction: `cache.gpu_memory_fraction`.
-      devices: devices that hold the weights and nothing temporary.
-      page_bytes: a device's share of a page.
-      staging_bytes: bytes per device for chunks in transit.
-      reserved_bytes: bytes per device that neither pages nor chunks in transit may use.
-      counts_bytes: bytes per device for counts of ids.
-
-    Raises:
-      ConfigError: a device does not report its memory, or not even two pages fit.
+    Attributes:
+      most: the most pages that fit; fewer than two if none do.
     """
-    field = "cache.gpu_memory_fraction"
-    nums_pages = []
-    for device in devices:
-        limit_bytes = device_memory.memory_limit_bytes(device)
-        if limit_bytes is None:
-            limit = f"None: {device.device_kind!r} does not report how much memory it has"
-            raise ConfigError(field, fraction, limit, "give cache.gpu_pages")
-        used_bytes = (device.memory_stats() or {}).get("bytes_in_use", 0)
-        left_bytes = int(fraction * limit_bytes) - used_bytes - staging_bytes - reserved_bytes - counts_bytes
-        num_pages = left_bytes // page_bytes - 1
-        if num_pages < _MIN_PAGES:
-            beside = f", chunks in transit {staging_bytes:,}" if staging_bytes else ""
-            beside += f", exchanges {reserved_bytes:,}" if reserved_bytes else ""
-            beside += f", counts of ids {counts_bytes:,}" if counts_bytes else ""
-            limit = (
-                f"more: of the device's {limit_bytes:,} bytes, what is loaded takes {used_bytes:,}{beside}, "
-                f"and a page {page_bytes:,}"
-            )
-            raise ConfigError(field, fraction, limit, "or raise runner.tensor_parallel_size")
-        nums_pages.append(num_pages)
-    return min(nums_pages)
+
+    most: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,12 +60,12 @@ class PageBudget:
     Attributes:
       device: the device with the least memory among those that hold the model.
       gpu_pages: number of pages wanted, without the dummy page.
-      fraction: the `cache.gpu_memory_fraction` that `gpu_pages` was derived from, or None.
+      fraction: the share of the device's memory that `gpu_pages` was derived from; None if they were given.
       page_bytes: bytes of a page.
       weights_bytes: bytes of the model's weights.
       staging_bytes: bytes of chunks in transit.
       max_step_tokens: number of tokens of the largest step.
-      reserved_bytes: bytes not available for pages when a fraction determines their number.
+      reserved_bytes: bytes that derived pages leave to exchanges between devices.
       counts_bytes: bytes of counts of ids, and of other arrays that adjust logits.
     """
 
@@ -120,7 +86,7 @@ class PageBudget:
           step_bytes: bytes that the largest step takes beside weights and pages; 0 before that is known.
 
         Raises:
-          ConfigError: too many pages; the message names the given value and the most that would fit.
+          PagesDoNotFitError: too many pages; the message names the given value and the most that would fit.
         """
         limit_bytes = device_memory.memory_limit_bytes(self.device)
         if limit_bytes is not None and self._left_bytes(limit_bytes) < step_bytes:
@@ -134,7 +100,7 @@ class PageBudget:
           step_bytes: returns the bytes of `check` for what is compiled so far.
 
         Raises:
-          ConfigError: as in `check`. Other errors pass unchanged.
+          PagesDoNotFitError: as in `check`. Other errors pass unchanged.
         """
         try:
             yield
@@ -169,17 +135,14 @@ class PageBudget:
         """Bytes that do not depend on the number of pages."""
         return self.weights_bytes + self.staging_bytes + self.counts_bytes
 
-    def _too_many(self, limit_bytes: int, step_bytes: int) -> ConfigError:
+    def _too_many(self, limit_bytes: int, step_bytes: int) -> PagesDoNotFitError:
         """Return the error with the number of pages that would fit by the memory arithmetic."""
-        fraction = math.floor(100 * (limit_bytes - step_bytes) / limit_bytes) / 100
-        room_bytes = limit_bytes - step_bytes
-        if self.fraction is not None:
-            room_bytes = int(fraction * limit_bytes) - self.reserved_bytes
-        most = (room_bytes - self._fixed_bytes) // self.page_bytes - 1
+        reserved_bytes = 0 if self.fraction is None else self.reserved_bytes
+        most = (limit_bytes - step_bytes - reserved_bytes - self._fixed_bytes) // self.page_bytes - 1
         if most < _MIN_PAGES:
             fits = f"{self._less}, and then not even {_MIN_PAGES} pages fit"
         elif self.fraction is not None:
-            fits = f"at most {fraction:.2f} ({most:,} pages)"
+            fits = f"lower, for at most {most:,} pages"
         else:
             fits = f"at most {most:,}"
         counts = f", counts of ids ({_size(self.counts_bytes)})" if self.counts_bytes else ""
@@ -192,7 +155,9 @@ class PageBudget:
             why = f"{self._steps} need {_size(step_bytes)} beside {held}, and {left}"
         else:
             why = f"{held} are more than the {_size(limit_bytes)} that JAX may use of the device"
-        return self._refusal(f"{fits}: {why}", self._hint(most, of_steps=step_bytes > 0))
+        error = self._refusal(f"{fits}: {why}", self._hint(most, of_steps=step_bytes > 0))
+        error.most = most
+        return error
 
     def _ran_out(self, step_bytes: int, error: Exception) -> ConfigError:
         """Return the error of the memory arithmetic if that explains it, else one that says what happened.
@@ -215,10 +180,10 @@ class PageBudget:
         names += ["scheduler.max_num_batched_tokens"] if of_steps else []
         return f"lower {' or '.join(names)}, or {_OTHER_WAYS}" if names else _OTHER_WAYS
 
-    def _refusal(self, limit: str, hint: str) -> ConfigError:
+    def _refusal(self, limit: str, hint: str) -> PagesDoNotFitError:
         if self.fraction is None:
-            return ConfigError("cache.gpu_pages", self.gpu_pages, limit, hint)
-        return ConfigError("cache.gpu_memory_fraction", self.fraction, limit, hint)
+            return PagesDoNotFitError("cache.gpu_pages", self.gpu_pages, limit, hint)
+        return PagesDoNotFitError("cache.gpu_memory_fraction", self.fraction, limit, hint)
 
 
 def _size(num_bytes: int) -> str:

@@ -107,7 +107,7 @@ class RowSteps:
         self._step_id = 0
         random = np.random.default_rng(0)
         if pages is None:
-            scattered = scattered_pages(config.cache.gpu_pages)
+            scattered = scattered_pages(config.cache.num_gpu_pages)
             num_pages = len(scattered) // num_sequences
             pages = scattered[: num_sequences * num_pages].reshape(num_sequences, num_pages)
         self.pages = pages

@@ -133,7 +133,7 @@ class _Steps:
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, vocab_size: int, sizes: StartSizes) -> None:
         self._chunk_tokens, self._sizes = config.cache.chunk_tokens, sizes
-        num, pages = sizes.num_chunks, scattered_pages(config.cache.gpu_pages)
+        num, pages = sizes.num_chunks, scattered_pages(config.cache.num_gpu_pages)
         tables = [self._table(pages, length) for length in sizes.lengths]
         num_used = max(int(np.count_nonzero(table)) for table in tables)
         self.num_fills = -(-num_used // num)

@@ -144,7 +144,7 @@ class Engine:
             self._runner.fill_tiles,
             self._cache.page_table,
             chunk_tokens=cache.chunk_tokens,
-            num_device_pages=cache.gpu_pages + 1,
+            num_device_pages=cache.num_gpu_pages + 1,
             scoring_bucket=scoring_bucket(config.scheduler, cache.chunk_tokens),
             num_count_slots=config.num_count_slots,
         )

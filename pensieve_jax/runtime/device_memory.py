@@ -1,7 +1,7 @@
 """A device's memory: its limit, the weights of a model, and what a step takes.
 
 Owns: the memory arithmetic over the executables of a step, JAX's limit for the device, and the refusal of
-models whose weights do not fit.
+models whose weights do not fit. Raising the limit must happen before JAX has a client for GPUs.
 Does not know: what the executables compute, or how many pages there are (`device.page_budget`).
 """
 
@@ -9,14 +9,38 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import jax
 import numpy as np
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.runtime.asynchronous_launches import has_clients
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory
 from pensieve_jax.runtime.host_memory import available_bytes
+
+VARIABLE: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""A variable of jaxlib: the share of a GPU's memory that JAX takes at its first use."""
+_NEW_VARIABLE = "XLA_CLIENT_MEM_FRACTION"  # jaxlib 0.11 reads both names, and refuses both at a time
+_JAX_SHARE = 0.75  # of jaxlib 0.11.2 if no variable is set
+_WANTED_SHARE = "0.94"  # the rest is for the driver, kernels, and buffers of communication between devices
+
+
+def allow_device_memory() -> None:
+    """Let JAX take 94% of each GPU's memory, unless the user has set a share or JAX has been used already."""
+    if not has_clients() and not _given_share():
+        os.environ[VARIABLE] = _WANTED_SHARE
+
+
+def jax_share() -> float:
+    """Return the share of a GPU's memory that `memory_limit_bytes` is."""
+    return float(_given_share() or _JAX_SHARE)
+
+
+def _given_share() -> str | None:
+    return os.environ.get(_NEW_VARIABLE) or os.environ.get(VARIABLE)
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:

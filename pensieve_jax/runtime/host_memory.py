@@ -33,8 +33,23 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
       root: root of the file system; tests have one of their own.
     """
-    known = [*_machine_bytes(root), *_cgroup_bytes(root)]
+    known = [*_machine_bytes(root, "MemAvailable:"), *(left for _, left in _cgroups(root))]
     return min(known) if known else None
+
+
+def total_bytes(root: Path = Path("/")) -> int | None:
+    """Return the memory of the machine, or the least limit of a cgroup if that is less; None if unknown.
+
+    Args:
+      root: root of the file system; tests have one of their own.
+    """
+    known = [*_machine_bytes(root, "MemTotal:"), *(limit for limit, _ in _cgroups(root))]
+    return min(known) if known else None
+
+
+def pinnable_bytes() -> int:
+    """Return the most bytes that can be kept pinned under jaxlib's present limit; see `allow_pinning`."""
+    return int(os.environ.get(VARIABLE, OWN_LIMIT_GB)) * 2**30 * 5 // 6
 
 
 def allow_pinning(num_bytes: int, available: int | None) -> None:
@@ -61,14 +76,14 @@ def allow_pinning(num_bytes: int, available: int | None) -> None:
     _set_here.add(os.environ[VARIABLE])
 
 
-def _machine_bytes(root: Path) -> Iterator[int]:
+def _machine_bytes(root: Path, name: str) -> Iterator[int]:
     for line in _lines(root / _MEMINFO):
-        if line.startswith("MemAvailable:"):
+        if line.startswith(name):
             yield int(line.split()[1]) * 1024
 
 
-def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """Yield the bytes left in each cgroup of this process, up to the root of the mount."""
+def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and bytes left of each cgroup of this process, up to the root of the mount."""
     for line in _lines(root / _OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -86,7 +101,9 @@ def _cgroup_bytes(root: Path) -> Iterator[int]:
                 yield from _group_bytes(directory, *names)
 
 
-def _group_bytes(directory: Path, limit_name: str, used_name: str, cached_name: str) -> Iterator[int]:
+def _group_bytes(
+    directory: Path, limit_name: str, used_name: str, cached_name: str
+) -> Iterator[tuple[int, int]]:
     limit, used = ("".join(_lines(directory / name)) for name in (limit_name, used_name))
     if not limit.isdigit() or not used.isdigit():
         return  # "max", or not a group with a limit
@@ -94,7 +111,7 @@ def _group_bytes(directory: Path, limit_name: str, used_name: str, cached_name: 
     for line in _lines(directory / "memory.stat"):
         name, _, value = line.partition(" ")
         cached = int(value) if name == cached_name else cached
-    yield max(int(limit) - int(used) + cached, 0)
+    yield int(limit), max(int(limit) - int(used) + cached, 0)
 
 
 def _lines(path: Path) -> list[str]:

@@ -43,7 +43,7 @@ def token_buckets(config: SchedulerConfig) -> tuple[int, ...]:
     if limit < _ENOUGH_FOR_DECODES:
         sizes = _geometric(_MIN_BUCKET_TOKENS, largest, limit - 1)
     else:
-        decodes = min(max(_round_up(config.max_num_running), _MIN_BUCKET_TOKENS), largest)
+        decodes = min(max(_round_up(config.running_limit), _MIN_BUCKET_TOKENS), largest)
         num_doublings = math.ceil(math.log2(largest / decodes))
         num_larger = min(num_doublings, max(limit // 2, limit - decodes // _GRAIN_TOKENS))
         first, last = _MIN_BUCKET_TOKENS + _KNEE_TOKENS, decodes + _KNEE_TOKENS
@@ -68,7 +68,7 @@ def scoring_bucket(config: SchedulerConfig, chunk_tokens: int) -> int:
     Products of different sizes are rounded differently. With one size, the same prompt gets the same
     log-probabilities in any company and however it is divided into steps. Decodes and one chunk fit it.
     """
-    least = max(_SCORING_TOKENS, config.max_num_running + chunk_tokens)
+    least = max(_SCORING_TOKENS, config.running_limit + chunk_tokens)
     return _smallest_bucket_for(token_buckets(config), least)
 
 
@@ -92,7 +92,7 @@ def bucket_layout(
         num_tokens=bucket,
         max_num_rows=bucket_rows(config.scheduler, bucket),
         pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
-        max_num_samples=min(config.scheduler.max_num_running, bucket),
+        max_num_samples=min(config.scheduler.running_limit, bucket),
         max_num_banned=config.runner.max_banned_ids,
         tiles_len=tiles_len,
     )

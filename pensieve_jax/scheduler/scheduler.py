@@ -227,7 +227,7 @@ class Scheduler:
             if num_earlier < len(self.running):
                 first = num_earlier
                 num_earlier = bisect.bisect(self.running, request.request_id, first, key=_arrival)
-                if num_earlier >= self._config.max_num_running:
+                if num_earlier >= self._config.running_limit:
                     return
                 for earlier in self.running[first:num_earlier]:
                     pages.add_running(earlier.sequence)
@@ -249,7 +249,7 @@ class Scheduler:
         While later arrivals run, the reserve is waived: pages that they would give up may be part of it.
         """
         has_later = len(self.running) > num_earlier
-        if len(self.running) >= self._config.max_num_running or not self._cache.try_admit(
+        if len(self.running) >= self._config.running_limit or not self._cache.try_admit(
             request.sequence,
             len(request.token_ids),
             waive_reserve=has_later or not num_earlier,

@@ -61,11 +61,11 @@ def test_all_commands_have_the_same_defaults(launch, monkeypatch):
 
 def test_defaults_are_the_library_s(config):
     made = config()
-    assert made.cache.cpu_pages == 0 and made.cache.cpu_bytes is None
+    assert made.cache.cpu_pages is None and made.cache.cpu_bytes is None and made.cache.gpu_pages is None
     assert made.cache.prefetch and made.cache.retrieval_priority
 
 
-SAID_BY_OTHERS = ("cpu_pages", "max_num_batched_tokens")
+SAID_BY_OTHERS = ("max_num_batched_tokens",)
 
 
 def test_every_field_has_a_flag_with_its_help_and_default(config):
@@ -89,7 +89,7 @@ def test_every_field_has_a_flag_with_its_help_and_default(config):
 NOT_THE_DEFAULTS = {
     EngineConfig: {"stateful": False, "tool_call_parser": "hermes", "reasoning_parser": "think"},
     CacheConfig: {
-        **{"gpu_pages": 40, "gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
+        **{"gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
         **{
             "kv_dtype": "int8",
             "pack_host": False,
@@ -124,7 +124,20 @@ def test_every_flag_reaches_its_field(config):
                 assert value == every[option.name] != option.default, option.name
             elif not dataclasses.is_dataclass(option.kind):
                 left.add(option.name)
-    assert left == {"cpu_bytes", "gpu_reserved_bytes", "token_buckets"}
+    assert left == {
+        *("gpu_pages", "cpu_memory_fraction", "cpu_bytes", "gpu_reserved_bytes", "token_buckets"),
+    }
+
+
+def test_an_exact_number_and_a_share_of_the_other_tier_reach_their_fields(config):
+    cache = config(gpu_pages=40, cpu_memory_fraction=0.25).cache
+    assert (cache.gpu_pages, cache.cpu_memory_fraction) == (40, 0.25)
+
+
+@pytest.mark.parametrize("values", [{"gpu_pages": 4, "gpu_memory_fraction": 0.5}])
+def test_a_number_and_a_share_exclude_each_other(config, values):
+    with pytest.raises(ConfigError, match=r"gpu_memory_fraction is 0\.5.*cache\.gpu_pages \(4\)"):
+        config(**values)
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("2GiB", 2**31), ("0", 0)])

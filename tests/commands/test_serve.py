@@ -190,19 +190,19 @@ def test_an_engines_refusal_is_reported_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("given", "cpu_bytes", "cpu_pages"),
     [
-        ({}, 10**9, 0),
-        ({"cpu_bytes": "2GiB"}, 2**31, 0),
+        ({}, None, None),
+        ({"cpu_bytes": "2GiB"}, 2**31, None),
         ({"cpu_pages": 7}, None, 7),
         ({"cpu_pages": 0}, None, 0),
         ({"cpu_pages": 0, "cpu_bytes": "2GiB"}, 2**31, 0),
     ],
 )
-def test_there_is_host_memory_by_default(
+def test_host_memory_is_derived_unless_it_is_given(
     launch: Launch,
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, Any],
     cpu_bytes: int | None,
-    cpu_pages: int,
+    cpu_pages: int | None,
 ) -> None:
     configs = []
     monkeypatch.setattr(serve, "serve", lambda: configs.append(engine_config()) or 0)
@@ -215,7 +215,8 @@ def test_on_a_terminal_the_log_is_readable_and_a_second_interrupt_is_quiet(compi
     flags = [f"--model={TINY_MODEL}", "--dtype=float32", f"--compilation_cache_dir={compilation_cache}"]
     command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "serve.py"), "--port=0", *flags, *SIZES]
     with Terminal(command, root=ROOT, environment=os.environ) as terminal:
-        terminal.see("serving ")
+        told = terminal.see("serving ")
+        assert "KV cache: " in told and " in host memory (256 tokens)" in told
         found = re.search(r"http://([\d.]+):(\d+)", terminal.see("conversations are deleted at the end"))
         assert found is not None
         connection = http.client.HTTPConnection(found[1], int(found[2]), timeout=TIMEOUT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ from pensieve_jax import config as config_module
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.decoding.device.adjust import counts_bytes
-from pensieve_jax.device import model_runner
+from pensieve_jax.device import model_runner, sizing
 from pensieve_jax.device.kv_storage import chunk_bytes
-from pensieve_jax.device.page_budget import PageBudget, num_pages_in, reserved_bytes
+from pensieve_jax.device.page_budget import PageBudget, PagesDoNotFitError, reserved_bytes
+from pensieve_jax.device.sizing import DeviceMemory, Machine, on_gpu_grid
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.device_memory import least_device
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_bytes, step_failed
@@ -78,16 +80,15 @@ def test_the_error_says_how_many_pages_fit():
     budget(gpu_pages=6399).check(3 * GB)
 
 
-def test_the_error_says_which_fraction_fits():
-    """The fraction applies to the pages; the rest is for the steps."""
+def test_the_error_of_a_share_says_how_many_pages_fit():
     said = refusal(budget(0.98).check, 3 * GB)
     assert said.startswith(
-        "cache.gpu_memory_fraction is 0.98, but must be at most 0.97 (6,369 pages): steps of up"
+        "cache.gpu_memory_fraction is 0.98, but must be lower, for at most 6,399 pages: steps of up"
     )
-    stats = {"bytes_limit": 105 * GB, "bytes_in_use": 70 * GB}
-    device = SimpleNamespace(memory_stats=lambda: stats, device_kind="a device")
-    assert num_pages_in(0.97, [device], 5 * MB, 0) == 6369
-    budget(0.97, gpu_pages=6369).check(3 * GB)
+    budget(0.98, gpu_pages=6399).check(3 * GB)
+    with pytest.raises(PagesDoNotFitError) as refused:
+        dataclasses.replace(budget(0.98), reserved_bytes=GB).check(3 * GB)
+    assert refused.value.most == 6199
 
 
 def test_before_steps_are_known_the_error_does_not_name_them():
@@ -112,7 +113,7 @@ def test_if_not_even_one_page_fits_the_error_does_not_suggest_fewer():
 @pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, StepFailedError])
 def test_out_of_memory_is_explained_by_the_known_sizes(kind):
     """It uses the known size of steps, or else the failed allocation: 3.25 GiB."""
-    assert "must be at most 0.96" in refusal(failing, budget(0.98), kind(REPORT), GB)
+    assert "must be lower, for at most 6,301 pages" in refusal(failing, budget(0.98), kind(REPORT), GB)
     assert "need 3.5 GB beside" in refusal(failing, budget(0.98), kind(REPORT))
     with pytest.raises(kind, match="INTERNAL"):
         failing(budget(), kind("INTERNAL: illegal address"))
@@ -168,8 +169,8 @@ def weights_bytes(name, num_devices):
     return parameter_bytes(preset(name), dtype="bfloat16", tensor_parallel_size=num_devices)
 
 
-def start_by_default(name, num_devices, limit_bytes):
-    """Return the budget of weights and pages with default flags, on devices of that size."""
+def start_with_512_pages(name, num_devices, limit_bytes):
+    """Check the budget of weights and 512 pages, on devices of that size."""
     stats = {"bytes_limit": limit_bytes}
     devices = [
         SimpleNamespace(memory_stats=lambda: stats, device_kind="NVIDIA H200", platform="gpu")
@@ -178,7 +179,7 @@ def start_by_default(name, num_devices, limit_bytes):
     device_memory.check_weights_fit(f"random:{name}", weights_bytes(name, num_devices), devices)
     budget = PageBudget(
         devices[0],
-        cache.gpu_pages,
+        512,
         cache.gpu_memory_fraction,
         page_bytes=chunk_bytes(model, cache.chunk_tokens, "bfloat16", cache.kv_dtype) // num_devices,
         weights_bytes=weights_bytes(name, num_devices),
@@ -190,19 +191,19 @@ def start_by_default(name, num_devices, limit_bytes):
 
 
 @pytest.mark.parametrize("share", [0.94, 0.75])
-def test_large_models_fit_two_devices_and_13b_one_by_default(share):
+def test_large_models_fit_two_devices_and_13b_one(share):
     """On H200s JAX uses three quarters of the memory by default."""
     for name, num_devices in (("llama2-70b", 2), ("opt-66b", 2), ("opt-13b", 1)):
-        start_by_default(name, num_devices, int(H200_BYTES / 0.94 * share))
+        start_with_512_pages(name, num_devices, int(H200_BYTES / 0.94 * share))
 
 
 def test_a_model_too_large_for_one_device_is_reported_in_a_line():
     """Either the weights alone fit, and their pages do not; or the weights do not fit."""
-    assert refusal(start_by_default, "llama2-70b", 1, H200_BYTES).startswith(
+    assert refusal(start_with_512_pages, "llama2-70b", 1, H200_BYTES).startswith(
         "cache.gpu_pages is 512, but must be at most 299: weights (138.0 GB) and 512 pages (5.4 GB) are "
         "more than the 141.1 GB that JAX may use of the device; lower it, or raise runner."
     )
-    assert refusal(start_by_default, "llama2-70b", 1, int(H200_BYTES / 0.94 * 0.75)) == (
+    assert refusal(start_with_512_pages, "llama2-70b", 1, int(H200_BYTES / 0.94 * 0.75)) == (
         "model is 'random:llama2-70b', but must be one whose parameters take at most the 112,583,597,208 "
         "bytes that JAX may use of NVIDIA H200; its parameters take 137,953,296,384 bytes; raise "
         "runner.tensor_parallel_size to 2 or more."
@@ -220,8 +221,9 @@ def test_a_start_that_runs_out_of_memory_names_the_fraction(monkeypatch, stage):
         monkeypatch.setattr(model_runner, "compile_all", lambda *_: (fail() for _ in "x"))
     else:
         monkeypatch.setattr(model_runner.ModelRunner, "forward", fail)
-    monkeypatch.setattr(assembly, "num_pages_in", lambda *_: 64)
+    monkeypatch.setattr(assembly, "_machine", lambda _: gpu(3 * GB // 100, 0))
     monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda _: GB)
+    monkeypatch.setattr(sizing, "step_bytes", lambda *_: 0)
     config = EngineConfig(
         cache=CacheConfig(gpu_memory_fraction=0.9), scheduler=SchedulerConfig(max_num_buckets=1)
     )
@@ -235,33 +237,9 @@ def device(limit_bytes, used_bytes):
     return SimpleNamespace(memory_stats=lambda: stats, device_kind="a device", platform="gpu")
 
 
-def test_pages_use_what_the_weights_leave():
-    """The fullest device counts, with chunks in transit and the dummy page."""
-    assert num_pages_in(0.9, [device(1000, 100)], 10, 0) == 79
-    assert num_pages_in(0.9, [device(1000, 100)], 10, 300) == 49
-    assert num_pages_in(0.9, [device(1000, 100)], 10, 200, 0, 100) == 49
-    assert num_pages_in(1.0, [device(1000, 100), device(1000, 505)], 10, 0) == 48
-
-
-def test_a_fraction_is_the_same_share_of_one_device_and_of_several():
-    """Each device counts its own usage and exchange buffers, which one device does not have by default."""
-    assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 0) == num_pages_in(0.9, [device(1000, 100)], 10, 0)
-    assert num_pages_in(0.9, [device(1000, 100)] * 2, 10, 300, 200) == 29
-    assert num_pages_in(0.9, [device(1000, 100), device(700, 100)], 10, 0, 200) == 32
+def test_exchanges_need_memory_on_several_devices():
     assert (reserved_bytes(None, 1), reserved_bytes(None, 2), reserved_bytes(0, 2)) == (0, 2**30, 0)
     assert least_device([device(3, 0), device(None, 0), device(2, 0)]).memory_stats()["bytes_limit"] == 2
-
-
-def test_invalid_sizes_are_refused_with_numbers():
-    with pytest.raises(
-        ConfigError, match=r"gpu_memory_fraction is 0\.9, .*'a device' does not report.*gpu_pages"
-    ):
-        num_pages_in(0.9, [device(None, 0)], 10, 0)
-    numbers = r"of the device's 1,000 bytes, what is loaded takes 600, chunks in transit 280, and a page 10"
-    with pytest.raises(ConfigError, match=numbers):
-        num_pages_in(0.9, [device(1000, 600)], 10, 280)
-    with pytest.raises(ConfigError, match=r"in transit 80, exchanges 200, and a page 10"):
-        num_pages_in(0.9, [device(1000, 600)], 10, 80, 200)
 
 
 @pytest.fixture
@@ -270,24 +248,67 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(assembly.ModelRunner, "warm_up", lambda self, progress=None: None)
 
 
+def gpu(limit_bytes, used_bytes):
+    """Return a machine with one GPU, all of it for JAX."""
+    return Machine(False, (DeviceMemory("a GPU", limit_bytes, 1.0, used_bytes),), None, None)
+
+
 def test_a_runner_has_as_many_pages_as_fit(monkeypatch, uncompiled):
     """The returned config has the number. Memory in use, such as weights, is counted."""
     limit_bytes, used_bytes = 2**28, 5 * 2**20
-    sized = assembly.num_pages_in
-    monkeypatch.setattr(
-        assembly,
-        "num_pages_in",
-        lambda fraction, devices, *sizes: sized(fraction, [device(limit_bytes, used_bytes)], *sizes),
-    )
+    monkeypatch.setattr(assembly, "_machine", lambda _: gpu(limit_bytes, used_bytes))
+    monkeypatch.setattr(sizing, "step_bytes", lambda *_: 2**20)
     config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
     runner, config = make_runner("random:llama-tiny", "float32", config, progress=False)
     page_bytes = runner.memory_analysis()["page_bytes"]
-    count_bytes = counts_bytes(config.scheduler.max_num_running, 320)
-    assert config.cache.gpu_pages == (limit_bytes // 8 - used_bytes - count_bytes) // page_bytes - 1
-    assert config.cache.gpu_memory_fraction is None
+    count_bytes = counts_bytes(256, 320)
+    most = (limit_bytes // 8 - used_bytes - count_bytes - 2**20) // page_bytes - 1
+    assert config.cache.gpu_pages == on_gpu_grid(most)
+    assert config.cache.gpu_memory_fraction is None and config.cache.cpu_pages == 0
     num_buckets = 8 if jax.default_backend() == "gpu" else 4
     assert config.scheduler.max_num_buckets == len(runner.layouts) == num_buckets
     assert runner.storage.num_pages == config.cache.gpu_pages + 1
+
+
+@pytest.mark.parametrize("given", [None, 0.9], ids=["default", "share"])
+def test_steps_that_take_more_than_expected_get_it_from_the_pages(monkeypatch, given):
+    """The start repeats with fewer pages, and ends with a runner that has them."""
+    monkeypatch.setattr(assembly, "_machine", lambda _: gpu(2**26, 0))
+    monkeypatch.setattr(sizing, "step_bytes", lambda *_: 0)
+    monkeypatch.setattr(device_memory, "memory_limit_bytes", lambda _: 2**26)
+    starts = []
+
+    def warm_up(runner, progress=None):
+        starts.append(runner)
+        runner._budget.check(2**25)
+
+    monkeypatch.setattr(assembly.ModelRunner, "warm_up", warm_up)
+    config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=given))
+    runner, config = make_runner("random:llama-tiny", "float32", config, progress=False)
+    first, second = (one.storage.num_pages for one in starts)
+    assert runner is starts[1] and config.cache.gpu_pages + 1 == second < first
+    assert runner.storage.pool_bytes + runner.weights_bytes <= 2**25 < starts[0].storage.pool_bytes
+    assert not starts[0].device_pools.groups and runner.device_pools.groups
+    with pytest.raises(ConfigError, match=r"cache\.gpu_pages is 9000, but must be at most"):
+        exact = EngineConfig(cache=CacheConfig(gpu_pages=9000))
+        make_runner("random:llama-tiny", "float32", exact, progress=False)
+
+
+def test_a_start_says_what_it_takes(monkeypatch, uncompiled, caplog, capsys):
+    monkeypatch.setattr(assembly, "_machine", lambda _: gpu(2**28, 0))
+    with caplog.at_level(logging.INFO):
+        _, config = make_runner("random:llama-tiny", "float32", EngineConfig(), progress=True)
+    (line,) = (one for one in caplog.messages if one.startswith("KV cache: "))
+    assert f"({32 * config.cache.gpu_pages:,} tokens), nothing in host memory" in line
+    assert line in capsys.readouterr().err
+    assert not any(one.startswith("contexts are cut") for one in caplog.messages)
+
+
+def test_a_start_warns_if_the_pages_cut_the_context(uncompiled, caplog):
+    """Exact pages cut it too."""
+    make_runner("random:llama-tiny", "float32", EngineConfig(cache=CacheConfig(gpu_pages=3)), progress=False)
+    (record,) = (one for one in caplog.records if one.getMessage().startswith("contexts are cut to 96 of"))
+    assert record.levelno == logging.WARNING
 
 
 def test_a_runner_stages_what_a_gigabyte_holds(monkeypatch, uncompiled):

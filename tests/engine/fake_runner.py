@@ -227,7 +227,7 @@ class FakeRunner:
 
     def __init__(self, config: EngineConfig, max_context_tokens: int, delays: Delays = IMMEDIATE) -> None:
         self.page_size = config.cache.chunk_tokens
-        self.num_pages = config.cache.gpu_pages + 1
+        self.num_pages = config.cache.num_gpu_pages + 1
         self.num_compilations = 0
         self.num_top = config.runner.max_logprobs
         self.num_count_slots = config.num_count_slots
@@ -236,7 +236,7 @@ class FakeRunner:
             for bucket in token_buckets(config.scheduler)
         }
         self.transfers = FakeTransfers(
-            self, config.cache.cpu_pages, NUM_LAYERS, config.runner.max_num_staged_pages, delays
+            self, config.cache.num_cpu_pages, NUM_LAYERS, config.runner.max_num_staged_pages, delays
         )
         self.reset()
 

@@ -24,7 +24,7 @@ def two_tiers(*, delays=IMMEDIATE, **options):
 
 def push_out(harness):
     """Run and end a conversation that takes every page: the others move to the CPU."""
-    harness.turn("other", 16 * harness.config.cache.gpu_pages - 5, seed=77, max_tokens=5)
+    harness.turn("other", 16 * harness.config.cache.num_gpu_pages - 5, seed=77, max_tokens=5)
     harness.engine.end("other")
     harness.finish_copies()
 

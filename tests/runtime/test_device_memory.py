@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import jax
@@ -11,7 +12,7 @@ from pensieve_jax import CacheConfig, ConfigError, EngineConfig
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.decoding.device import weights
 from pensieve_jax.runtime import device_memory
-from pensieve_jax.runtime.device_memory import check_weights_fit
+from pensieve_jax.runtime.device_memory import VARIABLE, allow_device_memory, check_weights_fit, jax_share
 
 
 def device(limit_bytes, used_bytes):
@@ -64,3 +65,33 @@ def test_a_cpu_reports_no_limit():
     config = EngineConfig(cache=CacheConfig(gpu_memory_fraction=0.125))
     with pytest.raises(ConfigError, match=r"cache\.gpu_memory_fraction is 0\.125.*give cache\.gpu_pages"):
         make_runner("random:llama-tiny", "float32", config, progress=False)
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    """Restore both names of the variable afterwards, and unset them first; JAX has no client yet."""
+    for name in (VARIABLE, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "1")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(device_memory, "has_clients", lambda: False)
+
+
+def test_jax_is_given_most_of_a_gpu(unset):
+    assert jax_share() == 0.75
+    allow_device_memory()
+    assert os.environ[VARIABLE] == "0.94" and jax_share() == 0.94
+
+
+@pytest.mark.parametrize("name", [VARIABLE, "XLA_CLIENT_MEM_FRACTION"])
+def test_a_share_that_the_user_has_set_stays(unset, monkeypatch, name):
+    """Jaxlib refuses both names at a time."""
+    monkeypatch.setenv(name, "0.5")
+    allow_device_memory()
+    assert jax_share() == 0.5
+    assert [one for one in (VARIABLE, "XLA_CLIENT_MEM_FRACTION") if one in os.environ] == [name]
+
+
+def test_no_share_is_set_once_jax_has_clients(unset, monkeypatch):
+    monkeypatch.setattr(device_memory, "has_clients", lambda: True)
+    allow_device_memory()
+    assert VARIABLE not in os.environ and jax_share() == 0.75

@@ -10,7 +10,13 @@ import pytest
 
 from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, RunnerConfig, assembly
 from pensieve_jax.runtime import host_memory
-from pensieve_jax.runtime.host_memory import VARIABLE, allow_pinning, available_bytes
+from pensieve_jax.runtime.host_memory import (
+    VARIABLE,
+    allow_pinning,
+    available_bytes,
+    pinnable_bytes,
+    total_bytes,
+)
 from tests.launching import TINY_MODEL
 
 MEMINFO = "MemTotal:       100000 kB\nMemFree:  10 kB\nMemAvailable:   {} kB\n"
@@ -28,12 +34,12 @@ def test_this_machine():
 
 
 def test_nothing_is_known(tmp_path):
-    assert available_bytes(tmp_path) is None
+    assert available_bytes(tmp_path) is None and total_bytes(tmp_path) is None
 
 
 def test_the_machine_alone(tmp_path):
     make_files(tmp_path, {"proc/meminfo": MEMINFO.format(50), "proc/self/cgroup": "0::/user/own\n"})
-    assert available_bytes(tmp_path) == 50 * 1024
+    assert available_bytes(tmp_path) == 50 * 1024 and total_bytes(tmp_path) == 100_000 * 1024
 
 
 @pytest.mark.parametrize("path", ["/", "/user/own", "/seen/by/the/host/only"])
@@ -53,6 +59,7 @@ def test_version_2(tmp_path, path):
     }
     make_files(tmp_path, files)
     assert available_bytes(tmp_path) == (500 if path == "/user/own" else 3250)
+    assert total_bytes(tmp_path) == (2000 if path == "/user/own" else 4000)
 
 
 def test_version_1(tmp_path):
@@ -66,7 +73,18 @@ def test_version_1(tmp_path):
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
     }
     make_files(tmp_path, files)
-    assert available_bytes(tmp_path) == 200
+    assert available_bytes(tmp_path) == 200 and total_bytes(tmp_path) == 3000
+
+
+def test_a_machine_smaller_than_its_container_counts(tmp_path):
+    files = {
+        "proc/meminfo": MEMINFO.format(50),
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/memory.max": f"{10**12}\n",
+        "sys/fs/cgroup/memory.current": "100\n",
+    }
+    make_files(tmp_path, files)
+    assert total_bytes(tmp_path) == 100_000 * 1024
 
 
 def test_a_group_beyond_its_limit_leaves_nothing(tmp_path):
@@ -108,6 +126,12 @@ def test_the_limit_is_raised(num_bytes, available, limit):
     assert os.environ.get(VARIABLE) == limit
 
 
+def test_what_can_be_pinned_follows_the_limit(monkeypatch):
+    assert pinnable_bytes() == 64 * _GIB * 5 // 6
+    monkeypatch.setenv(VARIABLE, "120")
+    assert pinnable_bytes() == 100 * _GIB
+
+
 def test_nothing_is_set_when_it_is_too_late_or_already_set(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(host_memory, "has_clients", lambda: True)
@@ -135,6 +159,25 @@ def test_an_engine_requests_its_host_memory(monkeypatch, sizes):
         LLM(TINY_MODEL, dtype="float32", config=config)
     page = 2 * 32 * 2 * 2 * 32 * 4  # 2 layers, 32 tokens, keys and values of 2 heads of 32, float32
     assert asked == [sizes.get("cpu_bytes", 10**10 * page) + 100 * page]
+
+
+@pytest.mark.parametrize(
+    ("cache", "num_gib"),
+    [(CacheConfig(), 10), (CacheConfig(cpu_memory_fraction=0.25), 5), (CacheConfig(gpu_pages=4), 0)],
+    ids=["default", "share", "exact pages"],
+)
+def test_an_engine_requests_the_share_of_its_host_memory(monkeypatch, cache, num_gib):
+    asked = []
+
+    def ask(num_bytes, available):
+        asked.append(num_bytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assembly, "allow_pinning", ask)
+    monkeypatch.setattr(assembly, "available_bytes", lambda: 20 * _GIB)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(TINY_MODEL, dtype="float32", config=EngineConfig(cache=cache))
+    assert asked == [num_gib * _GIB]
 
 
 @pytest.mark.long

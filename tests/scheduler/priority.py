@@ -45,5 +45,5 @@ def _has_room(
         chunk.page != 0 for one in passed for chunk in one.sequence.chunks[one.sequence.num_shared :]
     )
     num_pages = cache.stats()["num_gpu_pages"] - (cache._reserve_pages if earlier else 0)
-    has_place = len(earlier) < scheduler._config.max_num_running
+    has_place = len(earlier) < scheduler._config.running_limit
     return has_place and len(chunks) + num_new + num_kept <= num_pages

@@ -43,7 +43,7 @@ def test_a_second_signal_waits_for_no_thread(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_text_of_a_fatal_error_is_not_logged() -> None:
-    status, log = _ended(FAIL + "command.serve.sizes_in_words = fail")
+    status, log = _ended(FAIL + "command.serve.announce_address = fail")
     assert status == 1 and SECRET not in log
     last = json.loads(log.splitlines()[-1])
     assert (last["level"], last["error"]["kind"]) == ("critical", "builtins.RuntimeError")

@@ -90,7 +90,7 @@ def speeds(load: Load, output_tokens: float) -> Speeds:
         step_s=steps.seconds(few),
         context_token_s=costs.kv_read_s,
         output_tokens=output_tokens,
-        capacity_tokens=config.cache.gpu_pages * CHUNK_TOKENS,
+        capacity_tokens=config.cache.num_gpu_pages * CHUNK_TOKENS,
     )
 
 

@@ -33,5 +33,5 @@ def system_config(name: str, config: EngineConfig) -> EngineConfig:
             limit = f"(or --cpu_pages) above 0 for {PENSIEVE}; without host memory it is {PENSIEVE_GPU}"
             raise ConfigError("--cpu_bytes", 0, limit)
         return config
-    cache = dataclasses.replace(cache, cpu_pages=0, cpu_bytes=None)
+    cache = dataclasses.replace(cache, cpu_pages=0, cpu_bytes=None, cpu_memory_fraction=None)
     return dataclasses.replace(config, cache=cache, stateful=name != STATELESS)

@@ -176,6 +176,8 @@ def check_flags() -> None:
     if FLAGS.system not in OURS and FLAGS.gpu_memory_fraction is not None:
         limit = f"left out for --system={FLAGS.system}, which gets as much memory as --gpu_pages says"
         raise ConfigError("--gpu_memory_fraction", FLAGS.gpu_memory_fraction, limit)
+    if FLAGS.system not in OURS and FLAGS.gpu_pages is None:
+        raise ConfigError("--gpu_pages", None, f"given for --system={FLAGS.system}, as its memory")
     if FLAGS.system not in STORES_IN_8_BITS and FLAGS.kv_dtype is not None:
         limit = f"left out for --system={FLAGS.system}, which stores state in --dtype"
         raise ConfigError("--kv_dtype", FLAGS.kv_dtype, limit)

@@ -318,7 +318,7 @@ def main() -> int:
     parts = open_parts(config)
     start_up_s = time.perf_counter() - start_s
     print(f"ready after {start_up_s:.0f} s", flush=True)
-    num_sequences = config.scheduler.max_num_running
+    num_sequences = config.scheduler.running_limit
     steps = RowSteps(config, parts.runner, parts.model_config.vocab_size, num_sequences)
     steps.fill()
     found: Figures = {

@@ -177,7 +177,9 @@ def main() -> int:
     rows = [[name, *(one[key] for key in COLUMNS.values())] for name, one in figures.items()]
     gigabytes = [[one[key] / 1e9 for key in BYTES.values()] for one in figures.values()]
     print(table(["variant", *COLUMNS, *BYTES], [a + b for a, b in zip(rows, gigabytes, strict=True)]))
-    print(f"{config.cache.gpu_pages:,} pages on the device, {config.cache.cpu_pages:,} in host memory")
+    print(
+        f"{config.cache.num_gpu_pages:,} pages on the device, {config.cache.num_cpu_pages:,} in host memory"
+    )
     different = [name for name, is_same in same.items() if not is_same]
     exact = serving_dtype(FLAGS.dtype) == "float32"
     for name in different:

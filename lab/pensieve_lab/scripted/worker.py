@@ -24,7 +24,7 @@ from pensieve_lab.scripted.writer import Writer
 
 def make(start: Start) -> Assembled:
     """Build an engine that replies by the script in the model's directory."""
-    check_without_host_tier(start.config.cache.cpu_pages)
+    check_without_host_tier(start.config.cache.num_cpu_pages)
     script = load_script(Path(start.model) / SCRIPT_FILE)
     tokenizer = load_tokenizer(start.model)
     assert tokenizer is not None

@@ -79,7 +79,7 @@ class EngineServer:
         for history in histories:
             spec = TurnSpec(history.token_ids[:-1], params, history.conversation_id)
             running[self._engine.submit([spec])[0]] = history
-            while len(running) >= self._config.scheduler.max_num_running:
+            while len(running) >= self._config.scheduler.running_limit:
                 self._step_in_the_past(running)
         while self._engine.has_unfinished:
             self._step_in_the_past(running)

@@ -174,7 +174,7 @@ class HttpSystem:
         """Start a server and wait until it is ready; raises ServerEndedError if it ends before."""
         self.close()
         served = ServedProcess(_engine_flags())
-        self._server = HttpServer(served, clock, self._config.scheduler.max_num_running)
+        self._server = HttpServer(served, clock, self._config.scheduler.running_limit)
         return self._server
 
     def describe(self) -> dict[str, Any]:

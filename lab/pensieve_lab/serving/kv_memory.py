@@ -32,10 +32,10 @@ def kv_bytes(
         return int(config["kv_bytes"] * config["tensor_parallel_size"])
     if config is not None:
         cache = CacheConfig(**config["cache"])
-    elif cache.gpu_memory_fraction is not None:
+    elif cache.gpu_pages is None:
         return None
     own = resolve_dtype(dtype, model)
     page = chunk_bytes(model, cache.chunk_tokens, own, cache.kv_dtype if is_ours else None)
     if cache.kv_dtype is not None and not is_ours:
         page //= own.itemsize  # 8 bits a number
-    return cache.gpu_pages * page
+    return cache.num_gpu_pages * page

@@ -122,16 +122,16 @@ class RebatchingSystem:
         cache, runner = config.cache, config.runner
         context = config.resolve_context_tokens(model.max_position_embeddings)
         least = 2 * (-(-context // PAGE_TOKENS) * PAGE_TOKENS)
-        if cache.gpu_pages * cache.chunk_tokens < least:
+        if cache.num_gpu_pages * cache.chunk_tokens < least:
             limit = f"at least {-(-least // cache.chunk_tokens)}, two rows of the longest context"
-            raise ConfigError("--gpu_pages", cache.gpu_pages, limit, f"--max_context_tokens is {context}")
+            raise ConfigError("--gpu_pages", cache.num_gpu_pages, limit, f"--max_context_tokens is {context}")
         kv_dtype = resolve_dtype(dtype, model)
         page_bytes = chunk_bytes(model, cache.chunk_tokens, kv_dtype)
         slot = slot_bytes(model, cache, kv_dtype)  # size of one of our pages in host memory
         self._config = RebatchingConfig(
             max_batch=max_batch,
-            kv_bytes=cache.gpu_pages * page_bytes // runner.tensor_parallel_size,
-            host_bytes=cache.cpu_bytes or cache.cpu_pages * slot // runner.tensor_parallel_size,
+            kv_bytes=cache.num_gpu_pages * page_bytes // runner.tensor_parallel_size,
+            host_bytes=cache.cpu_bytes or cache.num_cpu_pages * slot // runner.tensor_parallel_size,
             max_context_tokens=context,
             lengths=lengths,
             attention_backend=runner.attention_backend,

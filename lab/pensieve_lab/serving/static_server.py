@@ -241,7 +241,7 @@ class StaticSystem:
         self._torch = import_baseline(self.label, "torch")
         self._transformers = import_baseline(self.label, "transformers")
         self._max_batch = max_batch
-        self._max_tokens = config.cache.gpu_pages * config.cache.chunk_tokens
+        self._max_tokens = config.cache.num_gpu_pages * config.cache.chunk_tokens
         self._server: StaticServer | None = None
         self._device = "cuda" if self._torch.cuda.is_available() else "cpu"
         options = {

@@ -170,9 +170,9 @@ class TransformersSystem:
             generation_config=generation.GenerationConfig(do_sample=False, eos_token_id=_NO_ID),
             continuous_batching_config=generation.ContinuousBatchingConfig(
                 block_size=_BLOCK_TOKENS,
-                num_blocks=cache.gpu_pages * cache.chunk_tokens // _BLOCK_TOKENS,
+                num_blocks=cache.num_gpu_pages * cache.chunk_tokens // _BLOCK_TOKENS,
                 max_batch_tokens=scheduler.max_num_batched_tokens,
-                max_requests_per_batch=scheduler.max_num_running,
+                max_requests_per_batch=scheduler.running_limit,
             ),
         )
         self._manager.warmup()

@@ -171,17 +171,17 @@ class VllmSystem:
             "dtype": dtype,
             "skip_tokenizer_init": True,
             "max_model_len": config.resolve_context_tokens(model.max_position_embeddings),
-            "max_num_seqs": scheduler.max_num_running,
+            "max_num_seqs": scheduler.running_limit,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "block_size": cache.chunk_tokens,
-            "num_gpu_blocks_override": cache.gpu_pages,
+            "num_gpu_blocks_override": cache.num_gpu_pages,
             "kv_cache_dtype": _KV_DTYPES[cache.kv_dtype],
             "enable_prefix_caching": name != "vllm-no-prefix",
             "tensor_parallel_size": config.runner.tensor_parallel_size,
         }
         if self._has_host:
             slot = slot_bytes(model, cache, resolve_dtype(dtype, model))  # our page size in host memory
-            cpu_bytes = cache.cpu_bytes or cache.cpu_pages * slot
+            cpu_bytes = cache.cpu_bytes or cache.num_cpu_pages * slot
             if not cpu_bytes:
                 raise ConfigError("--cpu_bytes", cache.cpu_bytes, "given, or --cpu_pages, for vllm-offload")
             self._options |= {

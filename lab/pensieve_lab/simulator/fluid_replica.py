@@ -94,11 +94,11 @@ class FluidReplica:
         self.number = number
         self.clock = _Clock(start_s)
         cache, scheduler = config.cache, config.scheduler
-        self._gpu_tokens = cache.gpu_pages * cache.chunk_tokens
-        host_tokens = (cache.cpu_pages or 0) * cache.chunk_tokens
+        self._gpu_tokens = cache.num_gpu_pages * cache.chunk_tokens
+        host_tokens = cache.num_cpu_pages * cache.chunk_tokens
         self._all_tokens = max(self._gpu_tokens, host_tokens + round(_OWN_SHARE * self._gpu_tokens))
         self._room = round(self._gpu_tokens * _GROWTH_SHARE)
-        self._max_num_running = scheduler.max_num_running
+        self._max_num_running = scheduler.running_limit
         self._budget = scheduler.max_num_batched_tokens
         self._step_time = StepTime(profile.step, token_buckets(scheduler))
         self._host, self._fetch_s = profile.host, profile.fetch_s

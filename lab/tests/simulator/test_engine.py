@@ -44,7 +44,7 @@ class TimedTransfers(FakeTransfers):
 
     def __init__(self, runner: FakeRunner, config: EngineConfig, timing: SimulatedTransfers) -> None:
         staged = config.runner.max_num_staged_pages
-        super().__init__(runner, config.cache.cpu_pages, NUM_LAYERS, staged, IMMEDIATE)
+        super().__init__(runner, config.cache.num_cpu_pages, NUM_LAYERS, staged, IMMEDIATE)
         self._timing = timing
 
     def swap_out(self, copies):

@@ -171,7 +171,7 @@ def make_turn_observer(
     if not isinstance(policy, LearnedPolicy):
         return TurnObserver()
     # Chunks that are copied out ahead of need occupy a place in both tiers.
-    num_chunks = config.gpu_pages + max(config.cpu_pages - config.clean_pages, 0)
+    num_chunks = config.num_gpu_pages + max(config.num_cpu_pages - config.clean_pages, 0)
     return LearningObserver(
         policy,
         cost_model,

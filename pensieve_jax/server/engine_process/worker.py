@@ -114,7 +114,7 @@ def _info(parts: Assembled, start: Start) -> EngineInfo:
         fingerprint=parts.fingerprint,
         history=start.history or "",
         limits=parts.engine.limits,
-        max_num_running=parts.config.scheduler.max_num_running,
+        max_num_running=parts.config.scheduler.running_limit,
         chunk_tokens=parts.config.cache.chunk_tokens,
         description=dict(describe(parts)),
     )

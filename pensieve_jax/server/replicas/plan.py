@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
+from pensieve_jax.config import MAX_NUM_RUNNING, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.options import is_count, options_of
 from pensieve_jax.history.opening import shown
@@ -82,7 +82,8 @@ class ReplicaPlan:
 
     def max_ongoing(self, settings: ServerSettings) -> int:
         """Return the concurrent requests that a replica accepts: running turns, waiting turns, and calls."""
-        return self.config.scheduler.max_num_running * (1 + settings.queue_per_running) + 16
+        most = self.config.scheduler.max_num_running or MAX_NUM_RUNNING  # a replica may derive fewer
+        return most * (1 + settings.queue_per_running) + 16
 
     def shutdown_s(self, settings: ServerSettings) -> float:
         """Return how long Serve waits for a replica that it stops."""

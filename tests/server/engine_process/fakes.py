@@ -38,7 +38,7 @@ def info_of(harness: Harness, history: str = "") -> EngineInfo:
         fingerprint="test",
         history=history,
         limits=harness.engine.limits,
-        max_num_running=harness.config.scheduler.max_num_running,
+        max_num_running=harness.config.scheduler.running_limit,
         chunk_tokens=harness.config.cache.chunk_tokens,
         description={"model": {"name": "fake"}},
     )

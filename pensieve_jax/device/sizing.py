@@ -1,0 +1,317 @@
+"""Sizes that a configuration leaves open: pages, slots of host memory, and requests in the batch.
+
+Owns: the shares of memory that an engine takes by default, what it leaves to weights, steps and other
+processes, and the refusal of a machine that is too small. Everything here is arithmetic on numbers that the
+caller has read, so it is tested for machines that are not there.
+Does not know: how memory is read (`runtime`) or allocated.
+
+A number of pages is part of the shapes of compiled programs, so derived numbers lie on a grid: a start that
+finds slightly less memory than the one before it still finds its programs. On a CPU, where free memory
+varies, the grid has the powers of two. On a GPU it has 128 steps between two of them, which wastes at most
+0.8%.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, NamedTuple
+
+import jax.numpy as jnp
+
+from model_defs.config import ModelConfig
+from pensieve_jax.config import HOST_SHARE, MAX_NUM_RUNNING, CacheConfig, EngineConfig
+from pensieve_jax.core.errors import ConfigError
+from pensieve_jax.decoding.device.adjust import counts_bytes
+from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
+from pensieve_jax.device.page_budget import reserved_bytes, staging_bytes
+
+GPU_SHARE: Final = 0.9
+"""Default of `cache.gpu_memory_fraction`."""
+MAX_GPU_HOST_BYTES: Final = 64 * 2**30
+"""The most host memory for each GPU by default; the driver pins some 3.5 GB/s, and the start waits for it."""
+CPU_SHARE: Final = 1 / 4
+"""Share of a CPU's memory that pages take by default."""
+CPU_HOST_SHARE: Final = 1 / 8
+"""Share of a CPU's memory that the host tier takes by default."""
+MAX_CPU_HOST_BYTES: Final = 2**30
+MIN_PAGES: Final = 2
+_CPU_TOKENS = 16_384  # a CPU clears pages at the start, so a small model does not get gigabytes of them
+_CPU_CONTEXTS = 4
+_MAX_TOKENS = 2**24  # of a tier: the host has some hundred bytes for each chunk
+_CPU_FREE_SHARE = 1 / 2  # pages take at most this share of what is free, and the host tier half of it
+_ROW_TOKENS = 512
+_MIN_NUM_RUNNING = 16
+_MAX_TABLE_ENTRIES = 2**18  # 1 MiB of page numbers, copied to the device in every step: about 0.4 ms
+# A step's temporaries, fitted from above to XLA's figures of Llama and OPT models on H100s and H200s.
+_STEP_BYTES = 128 * 2**20
+_CHOICE_BYTES = 20  # for a logit of a row to sample: scores, adjusted scores, sorted ones and their order
+_GPU_STEPS = 128
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of one device once the weights are loaded, in bytes.
+
+    Attributes:
+      kind: name of the device.
+      limit_bytes: what JAX may use; None if the device does not report it.
+      jax_share: share of the device's memory that `limit_bytes` is.
+      used_bytes: what is in use.
+    """
+
+    kind: str
+    limit_bytes: int | None
+    jax_share: float = 1.0
+    used_bytes: int = 0
+
+
+class Machine(NamedTuple):
+    """Memory that an engine finds once the weights are loaded, in bytes.
+
+    Attributes:
+      is_cpu: whether the devices are CPUs, which share the host's memory.
+      devices: the devices that share the model.
+      host_bytes: memory of the machine, or of its container if that is less; None if unknown.
+      free_bytes: how much of it can still be allocated; None if unknown.
+      pinnable_bytes: the most that the runtime may pin for GPUs; None: unlimited.
+    """
+
+    is_cpu: bool
+    devices: tuple[DeviceMemory, ...]
+    host_bytes: int | None
+    free_bytes: int | None
+    pinnable_bytes: int | None = None
+
+
+class _Needs(NamedTuple):
+    """Bytes that the model takes.
+
+    Attributes:
+      page_bytes: one device's share of a page.
+      slot_bytes: a chunk in host memory, all devices together.
+      staged_bytes: one device's share of a chunk in transit.
+    """
+
+    page_bytes: int
+    slot_bytes: int
+    staged_bytes: int
+
+
+def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp.dtype) -> EngineConfig:
+    """Return a copy of `config` with a number for each size that it leaves open or gives as bytes or a share.
+
+    Args:
+      config: the configuration of the caller.
+      machine: memory of the machine once the weights are loaded.
+      model: the model.
+      dtype: dtype of its weights.
+
+    Raises:
+      ConfigError: not even two pages fit, a share exceeds what JAX may use, a device does not report its
+        memory, or bytes hold no chunk. The message has the numbers.
+    """
+    cache, num_devices = config.cache, len(machine.devices)
+    host = slot_bytes(model, cache, dtype)
+    pages = chunk_bytes(model, cache.chunk_tokens, dtype, cache.kv_dtype)
+    needs = _Needs(pages // num_devices, host, host // num_devices)
+    config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), machine, needs)
+    if cache.gpu_pages is None:
+        most = _cpu_pages if machine.is_cpu else _gpu_pages
+        config = config.with_gpu_pages(most(config, machine, model, needs))
+        config = config.with_gpu_pages(most_byte_pages(model, config.cache, num_devices))
+    return _with_num_running(config, model)
+
+
+def default_host_bytes(config: EngineConfig, free_bytes: int | None, num_gpus: int) -> int:
+    """Return the bytes of the host tier that `cpu_memory_fraction` or its default gives `num_gpus` GPUs.
+
+    Args:
+      config: a configuration without `cache.cpu_pages` and `cache.cpu_bytes`.
+      free_bytes: free host memory; None if unknown.
+      num_gpus: number of GPUs that share the model.
+    """
+    share = config.cache.cpu_memory_fraction
+    if free_bytes is None or (share is None and not config.wants_host_tier):
+        return 0
+    if share is not None:
+        return int(share * free_bytes)
+    return min(int(HOST_SHARE * free_bytes), num_gpus * MAX_GPU_HOST_BYTES)
+
+
+def warn_of_short_context(config: EngineConfig, model: ModelConfig, log: logging.Logger) -> None:
+    """Log a warning if the pages cut the model's context, which a configured context forbids."""
+    tokens, pages = config.resolve_context_tokens(model.max_position_embeddings), config.cache.num_gpu_pages
+    if config.scheduler.max_context_tokens is None and tokens < model.max_position_embeddings:
+        log.warning(
+            "contexts are cut to %s of the model's %s tokens, because %s pages of %d tokens hold no more; "
+            "cache.gpu_pages, cache.gpu_memory_fraction and cache.kv_dtype say how much they hold",
+            f"{tokens:,}",
+            f"{model.max_position_embeddings:,}",
+            f"{pages:,}",
+            config.cache.chunk_tokens,
+        )
+
+
+def memory_in_words(config: EngineConfig, storage: KVStorage) -> str:
+    """Describe in a line what the KV cache takes, and how many tokens it holds.
+
+    Args:
+      config: configuration with numbers of pages.
+      storage: shape and placement of pages and chunks.
+    """
+    cache, devices = config.cache, storage.sharding.mesh.devices
+    pool = _gibibytes(cache.num_gpu_pages * storage.page_bytes * devices.size)
+    name = devices.flat[0].platform.upper()
+    where = f"the {name}" if devices.size == 1 else f"{devices.size} {name}s"
+    line = f"KV cache: {pool} on {where} ({cache.num_gpu_pages * cache.chunk_tokens:,} tokens)"
+    if not cache.num_cpu_pages:
+        return f"{line}, nothing in host memory"
+    host = _gibibytes(cache.num_cpu_pages * storage.slot_bytes)
+    return f"{line}, {host} in host memory ({cache.num_cpu_pages * cache.chunk_tokens:,} tokens)"
+
+
+def _with_host_tier(config: EngineConfig, machine: Machine, needs: _Needs) -> EngineConfig:
+    cache = config.cache
+    if cache.cpu_bytes is not None:
+        return config.with_cpu_pages(needs.slot_bytes)
+    if cache.cpu_pages is not None:
+        return config
+    if machine.is_cpu and cache.cpu_memory_fraction is None:
+        num_bytes = _default_cpu_host_bytes(machine) if config.wants_host_tier else 0
+    else:
+        num_bytes = default_host_bytes(config, machine.free_bytes, len(machine.devices))
+        if not machine.is_cpu and machine.pinnable_bytes is not None and cache.cpu_memory_fraction is None:
+            num_bytes = min(num_bytes, machine.pinnable_bytes)
+    # A chunk on its way to a slot takes memory of its own, so those in transit count.
+    num_chunks = num_bytes // needs.slot_bytes
+    num_slots = max(num_chunks - config.runner.max_num_staged_pages, num_chunks // 2)
+    return config.with_cpu_slots(min(num_slots, _MAX_TOKENS // cache.chunk_tokens))
+
+
+def _default_cpu_host_bytes(machine: Machine) -> int:
+    if machine.host_bytes is None or machine.free_bytes is None:
+        return 0
+    most = int(machine.free_bytes * _CPU_FREE_SHARE / 2)
+    return min(int(machine.host_bytes * CPU_HOST_SHARE), most, MAX_CPU_HOST_BYTES)
+
+
+def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
+    """Return the pages of all CPU devices together, which share one memory."""
+    if config.cache.gpu_memory_fraction is not None:
+        raise _unreported(config.cache, machine.devices[0])
+    chunk_tokens, all_bytes = config.cache.chunk_tokens, needs.page_bytes * len(machine.devices)
+    num_tokens = max(_CPU_TOKENS, _CPU_CONTEXTS * model.max_position_embeddings)
+    num_pages = -(-min(num_tokens, _MAX_TOKENS) // chunk_tokens)
+    if machine.host_bytes is not None:
+        num_pages = min(num_pages, int(machine.host_bytes * CPU_SHARE) // all_bytes)
+    if machine.free_bytes is not None:
+        num_pages = min(num_pages, int(machine.free_bytes * _CPU_FREE_SHARE) // all_bytes)
+    if num_pages < MIN_PAGES:
+        limit = (
+            f"a number: {_number(machine.host_bytes)} bytes of memory, {_number(machine.free_bytes)} of them "
+            f"free, hold not even {MIN_PAGES} pages of {all_bytes:,} bytes in a quarter of the memory and "
+            "half of what is free"
+        )
+        raise ConfigError("cache.gpu_pages", None, limit, "free memory, or choose a smaller model")
+    return _floor_power(num_pages)
+
+
+def _gpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
+    """Return the pages of each GPU; the one with the least memory to spare counts."""
+    num_devices = len(machine.devices)
+    beside = {
+        "chunks in transit": staging_bytes(
+            config.cache.num_cpu_pages, config.runner.max_num_staged_pages, needs.staged_bytes
+        ),
+        "exchanges": reserved_bytes(config.cache.gpu_reserved_bytes, num_devices),
+        "counts of ids": counts_bytes(
+            _most_running(config) if config.runner.penalties else 0, model.vocab_size
+        ),
+        "steps": step_bytes(config, model, num_devices),
+    }
+    least = min(_pages_of(one, config.cache, needs.page_bytes, beside) for one in machine.devices)
+    return on_gpu_grid(min(least, _MAX_TOKENS // config.cache.chunk_tokens))
+
+
+def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside: dict[str, int]) -> int:
+    fraction, limit_bytes = cache.gpu_memory_fraction, device.limit_bytes
+    if limit_bytes is None:
+        raise _unreported(cache, device)
+    if fraction is None:
+        fraction = min(GPU_SHARE, device.jax_share)
+    elif fraction > device.jax_share:
+        limit = f"at most {device.jax_share:g}, the share of the GPU that JAX may use in this process"
+        hint = (
+            "raise XLA_PYTHON_CLIENT_MEM_FRACTION; a start without it raises the share itself, unless JAX "
+            "was used before"
+        )
+        raise ConfigError("cache.gpu_memory_fraction", fraction, limit, hint)
+    all_bytes = min(int(fraction * limit_bytes / device.jax_share), limit_bytes)
+    num_pages = (all_bytes - device.used_bytes - sum(beside.values())) // page_bytes - 1
+    if num_pages < MIN_PAGES:
+        others = "".join(f", {name} {size:,}" for name, size in beside.items() if size)
+        limit = (
+            f"more: of the {all_bytes:,} bytes that it is, what is loaded takes {device.used_bytes:,}"
+            f"{others}, and a page {page_bytes:,}"
+        )
+        hint = "raise runner.tensor_parallel_size, or lower scheduler.max_num_batched_tokens"
+        raise ConfigError("cache.gpu_memory_fraction", fraction, limit, hint)
+    return num_pages
+
+
+def _unreported(cache: CacheConfig, device: DeviceMemory) -> ConfigError:
+    limit = f"None: {device.kind!r} does not report how much memory it has"
+    return ConfigError("cache.gpu_memory_fraction", cache.gpu_memory_fraction, limit, "give cache.gpu_pages")
+
+
+def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
+    """Return an upper estimate of a step's temporaries on each device, in bytes.
+
+    The start compares what XLA reports with the memory that is left.
+    """
+    num_tokens = config.scheduler.max_num_batched_tokens
+    # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
+    per_token = 8 * model.hidden_size + 4 * -(-model.intermediate_size // num_devices)
+    num_rows = min(_most_running(config), num_tokens)
+    return _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
+
+
+def _most_running(config: EngineConfig) -> int:
+    """Return the most requests in the batch that a start may derive, before the pages are known."""
+    scheduler = config.scheduler
+    if scheduler.max_num_running is not None:
+        return scheduler.max_num_running
+    most = min(MAX_NUM_RUNNING, scheduler.max_num_batched_tokens - config.cache.chunk_tokens)
+    return min(most, scheduler.max_num_rows or most)
+
+
+def _with_num_running(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Return a copy with `scheduler.max_num_running`, which follows the pages and the context."""
+    if config.scheduler.max_num_running is not None:
+        return config
+    cache, most = config.cache, _most_running(config)
+    pages_each = -(-config.resolve_context_tokens(model.max_position_embeddings) // cache.chunk_tokens)
+    by_pages = cache.num_gpu_pages * cache.chunk_tokens // _ROW_TOKENS
+    by_table = _MAX_TABLE_ENTRIES // (2 * pages_each)  # a request has up to two rows
+    wanted = max(_floor_power(max(min(by_pages, by_table), 1)), _MIN_NUM_RUNNING)
+    return config.with_num_running(max(min(wanted, most), 1))
+
+
+def on_gpu_grid(num_pages: int) -> int:
+    """Return the largest number of the grid that is at most `num_pages`; small numbers are on it."""
+    step = max(_floor_power(num_pages) // _GPU_STEPS, 1)
+    return num_pages // step * step
+
+
+def _floor_power(number: int) -> int:
+    """Return the largest power of two that is at most `number`, which is positive."""
+    return 1 << (number.bit_length() - 1)
+
+
+def _gibibytes(num_bytes: int) -> str:
+    if num_bytes < 2**30 / 10:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _number(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
