@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -23,6 +24,20 @@ def exit_on_interrupt() -> None:
     """Let Ctrl-C end this process at once. A process that ignores Ctrl-C continues to."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _exit)
+
+
+@contextlib.contextmanager
+def exiting_on_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end this process at once, while a command loads and has nothing to undo.
+
+    A KeyboardInterrupt can be lost in the imports and compilations of a start, or wait for threads.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    exit_on_interrupt()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def raise_on_interrupt() -> None:
