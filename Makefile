@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml
 	$(INSTALL) -e ".[$(EXTRAS)]" -e "./lab$(if $(LAB_EXTRAS),[$(LAB_EXTRAS)])"
 	touch $@
 
-# Without the tools, which take three times the room. A .venv that has them is used as it is.
+# Without the tools, which more than double the room. A .venv that has them is used as it is.
 $(SERVING): pyproject.toml
 	python=$$(sh scripts/find_python.sh) && "$$python" -m venv $(VENV)
 	@echo "installing the package and what its server needs (a minute or more)"

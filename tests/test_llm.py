@@ -389,6 +389,7 @@ def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so in any directory, even one that contains a directory of its name."""
     (tmp_path / DEFAULT_MODEL).mkdir()
+    (tmp_path / DEFAULT_MODEL / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     directory = Path(resolve_model(DEFAULT_MODEL))
     assert directory.parent == Path(pensieve_jax.__file__).parent

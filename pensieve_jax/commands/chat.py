@@ -25,7 +25,7 @@ from pathlib import Path
 
 from absl import flags
 
-from pensieve_jax import InvalidRequestError, SamplingParams
+from pensieve_jax import InvalidRequestError
 from pensieve_jax.commands.chat_session import COMMANDS, Chat
 from pensieve_jax.commands.engine_flags import (
     check_engine_flags,
@@ -38,7 +38,7 @@ from pensieve_jax.commands.engine_flags import (
     shows_progress,
     take_model_word,
 )
-from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED, exiting_on_interrupt
 from pensieve_jax.commands.launch import Interrupt, printable
 from pensieve_jax.commands.line_input import LineInput
 from pensieve_jax.commands.words import SMALL_MODEL
@@ -61,15 +61,13 @@ def main() -> int:
     params = sampling_params()
     check_conversation_id(FLAGS.conversation_id, "--conversation_id")
     check_engine_flags()
-    with open_lines() as lines:
-        return _chat_with(lines, params)
-
-
-def _chat_with(lines: LineInput, params: SamplingParams) -> int:
+    lines = open_lines()
     tells = lines.is_terminal if FLAGS.accounts is None else FLAGS.accounts
     if not shows_progress() and FLAGS.progress is None:
         print("loading; the first start compiles for a minute or more", file=sys.stderr)
-    with open_llm(history=FLAGS.history) as llm:
+    with exiting_on_interrupt():
+        opened = open_llm(history=FLAGS.history)
+    with opened as llm, lines:
         chat = Chat(llm, params, FLAGS.conversation_id, sys.stdout, system=FLAGS.system, tells_accounts=tells)
         if lines.is_terminal:
             print(f"model {FLAGS.model}, conversation {chat.conversation_id}; /help lists commands")

@@ -35,6 +35,7 @@ from pensieve_jax.commands.demo_screen import (
     usage_table,
 )
 from pensieve_jax.commands.engine_flags import CACHE_DIR, COMPILATION_CACHE_HELP, define_model_flag
+from pensieve_jax.commands.interrupts import exiting_on_interrupt
 from pensieve_jax.commands.launch import EXIT_FAILED
 from pensieve_jax.commands.words import SMALL_MODEL
 from pensieve_jax.config import POLICIES
@@ -63,13 +64,15 @@ def check_events(turns: Sequence[DemoTurn]) -> bool:
 def main() -> int:
     """Serve with little memory, replay and compare, and measure; return the exit status."""
     resolve_model(FLAGS.model)
-    from pensieve_jax.commands import demo_run, demo_speed  # after the check, since these import JAX
+    with exiting_on_interrupt():
+        from pensieve_jax.commands import demo_run, demo_speed  # after the check, since these import JAX
 
     if FLAGS.model == DEFAULT_MODEL:
         print(SMALL_MODEL, flush=True)
     load = os.getloadavg()[0]  # before this process adds to it
     demo_run.say_progress("starting the engine; a first start compiles")
-    engines = demo_run.DemoEngines(FLAGS.model, FLAGS.compilation_cache_dir or None)
+    with exiting_on_interrupt():
+        engines = demo_run.DemoEngines(FLAGS.model, FLAGS.compilation_cache_dir or None)
     turns, stats = demo_run.run(engines)
     demo_run.say_progress("measuring the time to a first token")
     speeds = []

@@ -9,10 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pensieve_jax import LLM, SamplingParams
+from pensieve_jax import SamplingParams
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS
+
+if TYPE_CHECKING:  # it imports JAX
+    from pensieve_jax import LLM
 
 NUM_USERS: Final = 8
 _NUM_ROUNDS: Final = 5

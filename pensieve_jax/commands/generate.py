@@ -76,7 +76,7 @@ from pensieve_jax.commands.engine_flags import (
     take_model_word,
 )
 from pensieve_jax.commands.help import require
-from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED
+from pensieve_jax.commands.interrupts import EXIT_INTERRUPTED, exiting_on_interrupt
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT, EXIT_FAILED, Interrupt
 from pensieve_jax.commands.timeline import Recorder, check_timeline
 from pensieve_jax.commands.turns_file import finished_turns, output_line, partial_path, start_output
@@ -254,35 +254,37 @@ def main() -> int:
         raise InvalidRequestError("--concurrency", FLAGS.concurrency, "at least 1")
     runner = engine_config().runner
     try:
-        output = Path(FLAGS.output)
-        check_paths(Path(FLAGS.input), output, FLAGS.history)
-        history = output if is_postgres(FLAGS.history) else Path(FLAGS.history or output)
-        check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, history])
-        params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
-        try:
-            conversations = read_conversations(FLAGS.input, params, model_name())
-        except OSError as error:
-            raise InvalidRequestError(
-                "--input",
-                FLAGS.input,
-                "a file of conversations that can be read",
-                error.strerror or str(error),
-            ) from error
-        check_engine_flags()
-        model, max_context_tokens = model_limits()
-        limits = ModelLimits(
-            model.vocab_size,
-            max_context_tokens,
-            model.eos_token_ids,
-            runner.max_logprobs,
-            runner.max_banned_ids,
-            runner.penalties,
-        )
-        check_default_params(params, limits)
-        check_prompts(conversations, FLAGS.input, functools.partial(check_ids, limits))
-        if FLAGS.model == DEFAULT_MODEL:
-            print(SMALL_MODEL, file=sys.stderr)
-        with open_llm(history=FLAGS.history) as llm:
+        with exiting_on_interrupt():
+            output = Path(FLAGS.output)
+            check_paths(Path(FLAGS.input), output, FLAGS.history)
+            history = output if is_postgres(FLAGS.history) else Path(FLAGS.history or output)
+            check_timeline(FLAGS.timeline, others=[Path(FLAGS.input), output, history])
+            params = dataclasses.replace(sampling_params(), logprobs=FLAGS.logprobs)
+            try:
+                conversations = read_conversations(FLAGS.input, params, model_name())
+            except OSError as error:
+                raise InvalidRequestError(
+                    "--input",
+                    FLAGS.input,
+                    "a file of conversations that can be read",
+                    error.strerror or str(error),
+                ) from error
+            check_engine_flags()
+            model, max_context_tokens = model_limits()
+            limits = ModelLimits(
+                model.vocab_size,
+                max_context_tokens,
+                model.eos_token_ids,
+                runner.max_logprobs,
+                runner.max_banned_ids,
+                runner.penalties,
+            )
+            check_default_params(params, limits)
+            check_prompts(conversations, FLAGS.input, functools.partial(check_ids, limits))
+            if FLAGS.model == DEFAULT_MODEL:
+                print(SMALL_MODEL, file=sys.stderr)
+            opened = open_llm(history=FLAGS.history)
+        with opened as llm:
             return generate(llm, conversations, output, FLAGS.concurrency)
     except BrokenPipeError:
         raise  # the reader of stdout has gone; not an error of a file

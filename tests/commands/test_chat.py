@@ -299,6 +299,7 @@ def test_on_a_terminal(tmp_path, compilation_cache):
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
     command += [
         "--gpu_pages=24",
+        "--max_num_running=8",
         "--cpu_pages=0",
         "--max_tokens=700",
         "--ignore_eos",

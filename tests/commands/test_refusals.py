@@ -198,6 +198,24 @@ def test_ctrl_c_while_a_command_imports_is_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "interrupted\n")
 
 
+@pytest.mark.parametrize("name", ["_xla_gc_callback", "__del__"])
+def test_ctrl_c_is_not_lost_where_python_drops_exceptions(name: str) -> None:
+    """Once, `pensieve generate` continued: the interrupt fell into JAX's callback of garbage collections."""
+    code = (
+        "import gc, signal, threading\n"
+        "from pensieve_jax.commands.launch import run\n"
+        f"def {name}(*_): signal.raise_signal(signal.SIGINT)\n"
+        "def main():\n"
+        f"    {'gc.callbacks.append(_xla_gc_callback)' if name[1] == 'x' else 'class A: pass'}\n"
+        f"    {'gc.collect()' if name[1] == 'x' else 'A.__del__ = __del__; A()'}\n"
+        "    threading.Event().wait(60)\n"
+        "    print('not interrupted')\n"
+        "run(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_within_the_work_is_one_line(times: int) -> None:
     """A second one, while the first unwinds, changes nothing."""

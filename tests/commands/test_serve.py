@@ -24,7 +24,7 @@ from pensieve_jax.commands import serve
 from pensieve_jax.commands.engine_flags import engine_config
 from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.main import EXIT_AT_ONCE
+from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_INTERRUPTED
 from tests.commands.terminal import Terminal
 from tests.launching import ROOT, TINY_MODEL, Launch
 from tests.server.unfinished import unfinished_request
@@ -130,6 +130,26 @@ def test_sighup_does_not_end_a_server_that_starts(compilation_cache: str, keys_f
     assert server.ask("GET", "/ready")[0] == 200
     assert server.chat("Hello", key="first")[0] == 200
     assert server.end() == 0
+
+
+@pytest.mark.long  # a separate start
+def test_a_key_of_the_environment_is_required_and_not_inherited(
+    compilation_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSIEVE_API_KEY", "only-key")
+    cache = f"--compilation_cache_dir={compilation_cache}"
+    server = Server(TINY_MODEL, "--dtype=float32", cache, *SIZES)
+    assert server.line.startswith(f"serving {TINY_MODEL} at ")
+    assert server.chat("Hello")[0] == server.chat("Hello", key="other")[0] == 401
+    status, answer = server.chat("Hello", key="only-key")
+    assert status == 200, answer
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    assert children
+    for child in children:
+        assert b"only-key" not in Path(f"/proc/{child}/environ").read_bytes()
+    server.process.send_signal(signal.SIGINT)
+    server.process.stdout.close()
+    assert server.process.wait(TIMEOUT_S) == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize("most", [0, -1])
