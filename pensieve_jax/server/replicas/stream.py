@@ -98,7 +98,7 @@ class RoutedReply:
         return self._unread.num_entries
 
     def take(self) -> AsyncDelta | None:
-        """Return unread output, or None if there is none; see `UnreadOutput`."""
+        """Return unread output as `UnreadOutput.take` does, or None if all was read."""
         return self._unread.take() if self._unread else None
 
     async def changed(self) -> None:
