@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pensieve_jax import LLM
+from pensieve_jax import LLM, EngineConfig
 from pensieve_jax.text import Tokenizer, byte_tokenizer
 from tests.engine.harness import Harness
 
@@ -25,7 +25,11 @@ def fake_llm(
 def llm_of(monkeypatch: pytest.MonkeyPatch, harness: Harness, tokenizer: Tokenizer | None = TOKENIZER) -> LLM:
     """Return an LLM on a harness's engine."""
     parts = SimpleNamespace(
-        engine=harness.engine, runner=harness.runner, model_config=None, tokenizer=tokenizer
+        engine=harness.engine,
+        runner=harness.runner,
+        config=EngineConfig(),
+        model_config=None,
+        tokenizer=tokenizer,
     )
     monkeypatch.setattr("pensieve_jax.llm.assemble", lambda *_, **__: parts)
     return LLM(progress=False)

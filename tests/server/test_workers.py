@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from pensieve_jax.server.cache_view import ROUTES
 from pensieve_jax.server.http.keys import ApiKeys
+from pensieve_jax.server.tree_view import ROUTES
 from pensieve_jax.server.workers import NUM_THREADS, SHARE, run_cpu, run_io
 from tests.deadlines import TIMEOUT_S
 from tests.server.fakes import Harness
