@@ -85,7 +85,7 @@ def main() -> int:
         print(f"The smallest margin between two tokens was {margin:.2g}.")
     num_filled = sum(-(-len(t.history_ids + t.prompt_ids + t.output.token_ids) // 32) for t in turns[-8:])
     print(introduction(FLAGS.gpu_pages + FLAGS.cpu_pages, num_filled))
-    print(f"{picture(turns)}\n\n{savings(turns, *speeds, load=load, num_processors=os.cpu_count() or 1)}")
+    print(f"{picture(turns)}\n{savings(turns, *speeds, load=load, num_processors=os.cpu_count() or 1)}")
     print(f"{num_recalled(turns)} of {len(CONVERSATIONS)} last replies hold what was told in the first turn.")
     all_happened = check_events(turns)
     hint = "" if FLAGS.details else " (--details shows all turns)"

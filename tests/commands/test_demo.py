@@ -122,7 +122,7 @@ def test_the_output_fits_one_screen(turns, launch, llm, monkeypatch, capsys):
     assert len(lines) <= 23 and max(map(len, lines)) <= 80
     legend = next(i for i, line in enumerate(lines) if "in host memory  " in line)
     assert lines[legend + 2].startswith("ada "), "symbols are explained before they are used"
-    assert lines[legend + 15].startswith("Wall time ")
+    assert lines[legend + 14].startswith("Wall time ")
     for name, script in demo_screen.CONVERSATIONS.items():
         (row,) = [line for line in lines if line.startswith(f"{name} ")]
         assert script.fact in row
