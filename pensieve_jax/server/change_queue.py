@@ -30,6 +30,7 @@ LARGE_BYTES: Final = 256 * 1024
 WAIT_S: Final = 30.0
 """Time after which a change that was not sent is given up, as the engine's answer to one that was."""
 _PAUSES: Final = 3.0  # times as long as a large change took, no other is made
+_MAX_PAUSE_S: Final = 5.0  # less than `WAIT_S`, so that one slow change refuses no other
 _CHANGE_BYTES: Final = 256
 """Cost of a change besides its items, in bytes; as of a row in the amounts that keys store."""
 
@@ -76,7 +77,7 @@ class ChangeQueue:
             await self._engine.apply(change)
         finally:
             if lane is self._large:
-                loop.call_later(_PAUSES * (loop.time() - began_s), lane.leave)
+                loop.call_later(min(_PAUSES * (loop.time() - began_s), _MAX_PAUSE_S), lane.leave)
             else:
                 lane.leave()
 

@@ -10,7 +10,7 @@ import json
 from contextlib import suppress
 from typing import Any, Final
 
-from pensieve_jax.core.errors import UnknownRecordError
+from pensieve_jax.core.errors import InvalidRequestError, UnknownRecordError
 from pensieve_jax.history.server_tables.changes import (
     CreateConversation,
     DeleteConversation,
@@ -75,16 +75,19 @@ async def _store_title(call: HttpRequest, conversation_id: str, title: str | Non
     call.ticket.charge("written_rows", 1)
     metadata, now_s = json.dumps({"title": title}), call.services.now_s()
     quota = call.services.settings.storage_quota
+    update = UpdateConversation(
+        owner=owner, conversation_id=conversation_id, metadata=metadata, updated_at_s=now_s, quota=quota
+    )
+    create = CreateConversation(
+        owner=owner, conversation_id=conversation_id, metadata=metadata, created_at_s=now_s, quota=quota
+    )
     try:
-        change = UpdateConversation(
-            owner=owner, conversation_id=conversation_id, metadata=metadata, updated_at_s=now_s, quota=quota
-        )
-        await engine.apply(change)
+        await engine.apply(update)
     except UnknownRecordError:
-        new = CreateConversation(
-            owner=owner, conversation_id=conversation_id, metadata=metadata, created_at_s=now_s, quota=quota
-        )
-        await engine.apply(new)
+        try:
+            await engine.apply(create)
+        except InvalidRequestError:  # another request has created it since
+            await engine.apply(update)
 
 
 def _check_tree(call: HttpRequest, root: str) -> None:

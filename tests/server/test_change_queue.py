@@ -10,7 +10,7 @@ import pytest
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import AppendItems, DeleteItem, Expire, HistoryChange
-from pensieve_jax.server.change_queue import LARGE_BYTES, MAX_SENT, ChangeQueue, cost_of
+from pensieve_jax.server.change_queue import LARGE_BYTES, MAX_SENT, WAIT_S, ChangeQueue, cost_of
 from tests.seeds import new_seed
 
 
@@ -195,5 +195,24 @@ def test_no_place_is_lost_over_random_ends_of_changes() -> None:
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(end) for end in ends} == {type(None), EngineClosedError, asyncio.CancelledError}, seed
         await queue_is_free(queue, engine)
+
+    run(work())
+
+
+def test_after_a_very_slow_change_the_next_large_one_is_still_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause as long as others wait would refuse them all."""
+
+    async def work() -> None:
+        loop, engine = asyncio.get_running_loop(), Engine()
+        queue = ChangeQueue(engine)
+        now_s, pauses_s = 10.0, []
+        monkeypatch.setattr(loop, "time", lambda: now_s)
+        monkeypatch.setattr(loop, "call_later", lambda delay_s, leave: pauses_s.append(delay_s))
+        slow = asyncio.ensure_future(queue.apply(change("bob", " " * LARGE_BYTES)))
+        await settled()
+        now_s += 60.0  # a database that moved to another machine
+        await engine.make()
+        assert slow.done() and len(pauses_s) == 1
+        assert pauses_s[0] <= WAIT_S / 4
 
     run(work())

@@ -207,3 +207,19 @@ def test_every_route_takes_a_key_or_lists_it(server):
         "/v1/completions",
         "/v1/messages",
     }
+
+
+@every_route
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_that_another_server_has_answered_meanwhile_may_be_sent_again(
+    server, path, fields, is_streamed, monkeypatch
+):
+    assert ask(server, path, fields)[0] == 200
+    monkeypatch.setattr(server.reader, "idempotent", lambda *_: None)  # it was not there yet
+    status, raw = asyncio.run(post(server, path, {**fields, "stream": is_streamed}))
+    assert status == (200 if is_streamed else 409) and b"idempotency_key_in_use" in raw
+    services = server.harness.services
+    assert services.limits.num_in_engine == len(services.running_keys) == 0
+    monkeypatch.undo()
+    assert ask(server, path, fields)[0] == 200
+    assert server.engine.num_committed == 1

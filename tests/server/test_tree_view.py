@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.history.trees import TITLE_PREFIX, TreeSummary
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.tree_view import MAX_TITLE_CHARACTERS
@@ -115,3 +117,22 @@ def test_a_name_counts_as_a_conversation_of_its_key(tmp_path: Path) -> None:
         assert rename(server, roots[0], "One")[0] == 200
         assert rename(server, roots[1], "Two")[0] == 429
         assert rename(server, roots[0], "Once more")[0] == 200
+
+
+def test_names_that_come_at_the_same_time_are_all_taken(server: StoredServer, monkeypatch) -> None:
+    apply = server.engine.apply
+
+    async def later(change: HistoryChange) -> None:
+        await asyncio.sleep(0)
+        await apply(change)
+
+    monkeypatch.setattr(server.engine, "apply", later)
+    root = respond(server, "hi")
+
+    async def scenario() -> list[int]:
+        path, names = f"{TREES}/{root}", ("One", "Two", "Three")
+        asked = [server.harness.open("POST", path, {"title": name}) for name in names]
+        return [(await one.whole())[0] for one in asked]
+
+    assert asyncio.run(scenario()) == [200, 200, 200]
+    assert titles(server)[0] in ("One", "Two", "Three")

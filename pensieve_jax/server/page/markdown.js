@@ -31,9 +31,19 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 
+/** Return the HTML of a Markdown text; of one whose blocks are nested too deeply for the parser, the text itself. */
+function parsed(text) {
+  try {
+    return marked.parse(text);
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error; // the parser calls itself for each level
+    return `<pre>${escaped(text)}</pre>`;
+  }
+}
+
 /** Return a fragment of elements for a Markdown text. */
 export function markdown(text) {
-  const fragment = globalThis.DOMPurify.sanitize(marked.parse(text), ALLOWED);
+  const fragment = globalThis.DOMPurify.sanitize(parsed(text), ALLOWED);
   for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const table of fragment.querySelectorAll("table")) table.replaceWith(scrolling(table));
   for (const block of fragment.querySelectorAll("pre")) block.replaceWith(withHeader(block));

@@ -328,20 +328,15 @@ class RunningTurns:
 
     async def close(self) -> None:
         """Cancel the turns that have not ended, and return the permit."""
+        outputs = [turn.output for turn in self.turns]
         try:
             if self._stopping:
                 await asyncio.wait(self._stopping)
-            await self._close()
-        finally:
-            self._ticket.close()
-
-    async def _close(self) -> None:
-        outputs = [turn.output for turn in self.turns]
-        try:
             for turn, output in zip(self.turns, outputs, strict=True):
                 if output is None:
                     await turn.cancel()
         finally:
+            self._ticket.close()
             self._trace()
             ended = [output for output in outputs if output is not None]
             num_tokens = sum(output.usage.prompt_tokens + output.usage.output_tokens for output in ended)

@@ -238,37 +238,44 @@ def test_without_recent_ends_retry_after_is_the_waiting_time_of_the_first_reques
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_permits_are_never_lost_or_given_twice(seed):
-    """Requests for more than the whole room, ten, are refused at once and block no other."""
+@pytest.mark.parametrize("max_num_running", [2, 8])
+def test_permits_are_never_lost_or_given_twice(seed, max_num_running):
+    """Requests for more than the whole room are refused at once and block no other."""
 
     async def scenario():
         chooser = random.Random(seed)
-        limits, _, _ = limits_of(max_in_flight_per_key=12, api_keys_file="keys")
+        room = max_num_running + 8
+        limits, _, clock = limits_of(max_num_running, max_in_flight_per_key=room + 2, api_keys_file="keys")
         tasks: list[asyncio.Task] = []
         held = []
         too_many = num_told = 0
         for _ in range(300):
             action = chooser.random()
             if action < 0.5:
-                owner, num_turns = chooser.choice("abc"), chooser.randint(1, 16)
+                owner, num_turns = chooser.choice("abc"), chooser.randint(1, room + 6)
                 tasks.append(asyncio.ensure_future(limits.enter(owner, num_turns, 10)))
-                too_many += num_turns > 10
+                too_many += num_turns > room
             elif action < 0.75 and held:
                 held.pop(chooser.randrange(len(held))).leave(5)
             elif tasks:
                 chooser.choice(tasks).cancel()
             if chooser.random() < 0.5:
                 await asyncio.sleep(0)
-            assert limits.num_in_engine <= 2 + 8
+            if chooser.random() < 0.02:
+                clock.advance(100.0)  # other keys are active no longer
+            assert limits.num_in_engine <= room
             waiting = Counter(permit.owner for permit in limits._waiting.values())
-            assert all(limits._num_waiting_of[owner] <= 2 * 2 or waiting[owner] == 1 for owner in waiting)
+            assert all(
+                limits._num_waiting_of[owner] <= 2 * max_num_running or waiting[owner] == 1
+                for owner in waiting
+            )
             for task in [task for task in tasks if task.done()]:
                 tasks.remove(task)
                 error = None if task.cancelled() else task.exception()
                 num_told += isinstance(error, ApiError) and error.status == 400
                 if not task.cancelled() and error is None:
                     held.append(task.result())
-            assert not any(permit.num_turns > 10 for permit in limits._waiting.values())
+            assert not any(permit.num_turns > room for permit in limits._waiting.values())
         assert too_many and num_told
         for task in tasks:
             task.cancel()
@@ -279,7 +286,7 @@ def test_permits_are_never_lost_or_given_twice(seed):
         for permit in held:
             permit.leave()
         assert limits.num_in_engine == limits.num_waiting == len(limits._permits) == 0
-        assert limits._in_flight == {}
+        assert limits._in_flight == limits._num_in_engine_of == {}
 
     asyncio.run(scenario())
 

@@ -63,6 +63,22 @@ def test_a_reply_cannot_write_into_the_page_or_load_from_elsewhere(server: PageS
     assert all(url.startswith(server.address) for url in asked)
 
 
+@pytest.mark.parametrize("reply", [">" * 3000 + "word", "- " * 1900 + "word"], ids=["quotes", "lists"])
+def test_a_reply_of_deeply_nested_blocks_is_shown_as_it_is(
+    server: PageServer, visit: Visit, reply: str
+) -> None:
+    """The parser calls itself for each of them; models that repeat themselves write so."""
+    server.replies = [reply]
+    with server.client() as client:
+        made = client.responses.create(model="fake", input="Quote.", temperature=0)
+    visit.page.goto(f"{server.address}/#{made.id.removeprefix('resp_')}")
+    visit.page.reload()
+    shown = visit.page.locator("article.reply .text pre")
+    shown.wait_for()
+    assert shown.inner_text() == made.output_text == reply
+    assert visit.page.locator("article.user .text").inner_text() == "Quote."
+
+
 def test_the_browser_refuses_inline_scripts_and_elements_made_of_text(visit: Visit) -> None:
     found = visit.page.evaluate(
         """() => {
