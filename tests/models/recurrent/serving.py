@@ -14,7 +14,8 @@ BATCH_SIZES = (1, 4)
 def small_engine(model: Any) -> CellularEngine:
     """Return an engine with two batch sizes, and launches of one task or two: four programs per cell."""
     cells = [cell._replace(max_batch=BATCH_SIZES[-1], batch_sizes=BATCH_SIZES) for cell in model.cells()]
-    return CellularEngine(cells, model.unfold, CellularConfig(num_rows=128, max_num_tasks=2), progress=False)
+    config = CellularConfig(num_rows=128, max_num_tasks=2, compile_at_start=True)
+    return CellularEngine(cells, model.unfold, config, progress=False)
 
 
 def served(engine: CellularEngine, requests: Sequence[Any], seed: int) -> list[CellOutput]:
