@@ -10,8 +10,9 @@ async function copy(text) {
   const area = Object.assign(make("textarea", "offscreen"), { value: text, readOnly: true });
   document.body.append(area);
   area.select();
-  document.execCommand("copy");
+  const isCopied = document.execCommand("copy");
   area.remove();
+  if (!isCopied) throw new Error("refused");
 }
 
 /** Make a button that copies what `textOf` returns; `what` names it, as in "Copy code". */

@@ -104,6 +104,19 @@ def test_code_and_replies_are_copied(server: PageServer, visit: Visit) -> None:
         visit.page.get_by_role("button", name=name).wait_for()  # its name comes back
 
 
+def test_a_copy_that_the_browser_refuses_is_said(visit: Visit) -> None:
+    """Over plain HTTP from another machine, a refused copy raises nothing."""
+    visit.say("Show me.")
+    visit.page.evaluate(
+        """() => {
+            Object.defineProperty(navigator, "clipboard", { value: undefined });
+            document.execCommand = () => false;
+        }"""
+    )
+    visit.press("Copy reply")
+    visit.page.get_by_text("Not allowed").wait_for()
+
+
 def test_reasoning_and_calls_are_folded_also_after_a_reload(server: PageServer, visit: Visit) -> None:
     server.replies = [CALLED]
     tool = {"type": "function", "name": "look_up", "parameters": {"type": "object"}}
