@@ -10,7 +10,7 @@ import asyncio
 import ctypes
 import resource
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
@@ -33,17 +33,19 @@ def return_large_blocks() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_ARENA_MAX, _NUM_ARENAS))
 
 
-async def return_free_memory(period_s: float = _PERIOD_S) -> NoReturn:
+async def return_free_memory(period_s: float = _PERIOD_S) -> None:
     """Return what is free between blocks that are not, again and again while the process is larger than now.
 
     Texts of a few kilobytes each, such as thousands of messages, come from the heap. It shrinks from its end
     only, so one text that stays would keep all before it. Does nothing with another C library.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return
     at_first = _num_resident_bytes()
     while True:
         await asyncio.sleep(period_s)
-        if trim is not None and _num_resident_bytes() > at_first + _GROWTH_BYTES:
+        if _num_resident_bytes() > at_first + _GROWTH_BYTES:
             await asyncio.to_thread(trim, 0)
 
 

@@ -33,7 +33,7 @@ _RATE_WINDOW_S: Final = 30.0
 _NUM_RECENT_REPLIES: Final = 64
 _ACTIVE_S: Final = 60.0  # a key is active for so long after its last turn
 _SLOTS_PER_FREE: Final = 16  # slots per slot that is left for keys without turns in the engine
-_MIN_SLOTS: Final = 8  # engines with fewer slots leave none
+_MIN_SLOTS: Final = 16  # engines with fewer slots leave none
 _STATES: Final = {
     "starting": "The engine is starting; try again soon.",
     "draining": "The server is shutting down and accepts no new turns.",

@@ -238,7 +238,7 @@ def test_without_recent_ends_retry_after_is_the_waiting_time_of_the_first_reques
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("max_num_running", [2, 8])
+@pytest.mark.parametrize("max_num_running", [2, 16])
 def test_permits_are_never_lost_or_given_twice(seed, max_num_running):
     """Requests for more than the whole room are refused at once and block no other."""
 
@@ -389,7 +389,7 @@ def test_two_keys_that_always_wait_are_served_the_same_tokens():
 
     async def scenario():
         settings = {"max_in_flight_per_key": 200, "queue_per_running": 50, "api_keys_file": "keys"}
-        limits, _, _ = limits_of(max_num_running=8, **settings)
+        limits, _, _ = limits_of(max_num_running=16, **settings)
         served: Counter[str] = Counter()
         lengths = {"many": 90, "few": 30}
 
@@ -407,7 +407,7 @@ def test_two_keys_that_always_wait_are_served_the_same_tokens():
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("max_num_running", "num_left"), [(8, 1), (31, 1), (64, 4)])
+@pytest.mark.parametrize(("max_num_running", "num_left"), [(16, 1), (31, 1), (64, 4)])
 def test_slots_are_left_for_a_key_without_turns_while_several_keys_are_active(max_num_running, num_left):
     async def scenario():
         settings = {"max_in_flight_per_key": 200, "queue_per_running": 50, "api_keys_file": "keys"}
