@@ -152,7 +152,7 @@ async def attack(address: str, pid: int | None) -> int:
     ]
     print(table(titles, [_cells(row) for row in rows]))
     units = {"p50_ms": "ms", "max_ms": "ms", "front_mb": "MB", "engine_mb": "MB", "back_s": "s"}
-    results = {"attacks": rows, "has_died": has_died}
+    results = {"attacks": rows, "has_died": has_died, "server_revision": FLAGS.server_revision}
     print_document(json_line("front_attacks", results, units=units, device=device_name()))
     return EXIT_FAILED if has_died else 0
 
@@ -321,6 +321,7 @@ def _ask_small(address: str, pipe: Connection) -> None:
 def define_flags() -> None:
     flags.DEFINE_string("address", None, "Running server to attack; default: start one.")
     flags.DEFINE_integer("pid", None, "Process of the server at --address, for its memory.")
+    flags.DEFINE_string("server_revision", None, "Commit of the server at --address; default: of this program.")
     flags.DEFINE_string("write_keys", None, "Write the key file that --address needs, and end.")
     flags.DEFINE_string("only", "", "Attacks whose name has this text.")
     flags.DEFINE_float("attack_s", 6.0, "Seconds of an attack.", lower_bound=0.1)
