@@ -321,7 +321,7 @@ def _ask_small(address: str, pipe: Connection) -> None:
 def define_flags() -> None:
     flags.DEFINE_string("address", None, "Running server to attack; default: start one.")
     flags.DEFINE_integer("pid", None, "Process of the server at --address, for its memory.")
-    flags.DEFINE_string("server_revision", None, "Commit of the server at --address; default: of this program.")
+    flags.DEFINE_string("server_revision", None, "Commit of the server at --address.")
     flags.DEFINE_string("write_keys", None, "Write the key file that --address needs, and end.")
     flags.DEFINE_string("only", "", "Attacks whose name has this text.")
     flags.DEFINE_float("attack_s", 6.0, "Seconds of an attack.", lower_bound=0.1)
