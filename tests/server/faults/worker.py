@@ -138,7 +138,10 @@ def main() -> int:
             limits=engine.limits,
             max_num_running=8,
             chunk_tokens=16,
-            description={"model": {"name": "fake"}, "cache": {"gpu_pages": 60, "cpu_slots": 30}},
+            description={
+                "model": {"name": "fake"},
+                "cache": {"gpu_pages": 60, "cpu_slots": 30, "summary": "60 pages of a fake KV cache"},
+            },
         )
         CheckedServer(engine, byte_tokenizer(), front, info=info).run()
     return 0
