@@ -103,6 +103,24 @@ def test_the_same_items_may_be_sent_twice_on_purpose(client):
     assert texts_of(client, made) == ["yes"] * 5
 
 
+def test_a_repeated_append_is_answered_alike_though_its_conversation_is_deleted(server, client):
+    """Its key goes with the conversation, which is deleted once the repeated request has found it."""
+    made, history = client.conversations.create().id, server.harness.services.history
+    first = client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    idempotent, found = history.idempotent, []
+
+    def deleted_behind(*arguments, **more):
+        if found:
+            return None
+        found.append(idempotent(*arguments, **more))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "idempotent", deleted_behind)
+        again = client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    assert found[0] is not None and again.to_dict() == first.to_dict()
+
+
 def test_a_key_is_for_one_body_and_one_conversation(client):
     made, other = client.conversations.create().id, client.conversations.create().id
     first = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
