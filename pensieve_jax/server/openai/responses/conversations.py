@@ -320,7 +320,10 @@ def _created_with(
     if known is None:
         return None
     check_same_body(body_sha256, known.body_sha256)
-    row: ConversationRow = history.conversation(owner, known.result_id)
+    try:
+        row: ConversationRow = history.conversation(owner, known.result_id)
+    except UnknownRecordError:  # it was deleted between the two reads, and its key with it
+        return None
     return row
 
 

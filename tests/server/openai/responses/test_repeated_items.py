@@ -10,10 +10,12 @@ import pytest
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import AppendItems, CreateConversation
+from pensieve_jax.history.server_tables.idempotency_table import NEW_CONVERSATION
 from pensieve_jax.server.openai.responses.conversations import LIFETIME_S, MAX_UNANSWERED, Appends
 from pensieve_jax.server.turns.idempotency import KEY_LIFETIME_S
 from tests.deadlines import TIMEOUT_S
 from tests.server.openai.responses.test_left_behind import DIED, NO_ANSWER, losing
+from tests.server.stale_keys import found_before_its_deletion
 
 RETRY = {"x-stainless-retry-count": "1"}
 KEY = {"Idempotency-Key": "k"}
@@ -147,6 +149,15 @@ def test_a_key_creates_one_conversation(server, client):
     client.conversations.delete(first.id)
     assert client.conversations.create(items=items("no"), extra_headers=KEY).id != first.id
     assert client.conversations.create().id != client.conversations.create().id
+
+
+def test_a_key_is_free_once_its_conversation_is_deleted(server, client):
+    services = server.harness.services
+    first = client.conversations.create(extra_headers=KEY).id
+    known = services.history.idempotent("", "k", services.now_s(), conversation_id=NEW_CONVERSATION)
+    client.conversations.delete(first)
+    with found_before_its_deletion(services.history, known):
+        assert client.conversations.create(extra_headers=KEY).id != first
 
 
 def test_simultaneous_requests_with_one_key_create_one_conversation(server):
