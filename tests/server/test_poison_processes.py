@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,15 @@ class Server:
         return self.process.wait(TIMEOUT_S)
 
     def queue(self, text: str, num_tokens: int) -> str:
-        """Queue a response; try again while the engine starts."""
+        """Queue a response; send the request again while the engine starts, or if its death interrupted it.
+
+        Whether an interrupted request was stored is not known, so each has a key.
+        """
         body = {"input": text, "background": True, "max_output_tokens": num_tokens, "temperature": 0}
-        while (answer := self.http.post("/v1/responses", json=body)).status_code == 503:
+        key = {"idempotency-key": uuid.uuid4().hex}
+        while (answer := self.http.post("/v1/responses", json=body, headers=key)).status_code != 200:
+            assert answer.status_code == 503 or answer.json()["error"]["code"] == "step_failed", answer.text
             threading.Event().wait(PAUSE_S)
-        assert answer.status_code == 200, answer.text
         return str(answer.json()["id"])
 
     def response(self, response_id: str) -> dict[str, Any]:

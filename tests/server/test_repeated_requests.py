@@ -7,8 +7,10 @@ import json
 
 import pytest
 
+from pensieve_jax.history.server_tables.changes import DeleteResponse
 from pensieve_jax.server.http.settings import ServerSettings
 from tests.server.fakes import MODEL, sampled
+from tests.server.stale_keys import found_before_its_deletion
 from tests.server.stored_server import StoredServer
 
 REPLY = sampled([*b"hi there! And more.", 257])
@@ -76,6 +78,16 @@ def test_the_same_key_gives_the_same_answer(server, path, fields):
     assert ask(server, path, fields, {"Idempotency-Key": "other"})[0] == 200
     assert ask(server, path, fields, {})[0] == 200
     assert len(server.engine.turns) == 3
+
+
+@every_route
+def test_a_key_is_free_once_its_reply_is_deleted(server, path, fields):
+    assert ask(server, path, fields)[0] == 200
+    known = server.reader.idempotent("", "k", server.clock.now())
+    server.engine.store.apply(DeleteResponse(owner="", response_id=known.result_id))
+    with found_before_its_deletion(server.reader, known):
+        assert ask(server, path, fields)[0] == 200
+    assert len(server.engine.turns) == 2
 
 
 @every_route

@@ -160,8 +160,8 @@ class QueueResponse:
 class StartResponse:
     """The number of a queued response's runs without a known end.
 
-    It is stored before an engine gets the response, and again with one less once a run has ended without a
-    death of the engine. A response that has ended raises UnknownRecordError.
+    It is stored before an engine gets the response. `TakeBackStart` follows if the run ends without a death
+    of the engine. A response that has ended raises UnknownRecordError.
 
     Attributes:
       starts: the count from now on. As it is not a difference, storing it twice does no harm.
@@ -174,7 +174,7 @@ class StartResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeBackStart:
-    """One run less without a known end, when an engine stops in order; others are not changed."""
+    """One run less of a queued response; the run ended without a death. Others are not changed."""
 
     owner: str
     response_id: str

@@ -29,11 +29,19 @@ from pensieve_jax.core.errors import (
     PensieveError,
     StepFailedError,
 )
+from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Deltas, Turn, cancelled_output
 from pensieve_jax.history.failure_log import FailureLog
-from pensieve_jax.history.server_tables.changes import ResponseDraft, TakeBackStart
+from pensieve_jax.history.server_tables.changes import (
+    DeleteResponse,
+    EndResponse,
+    HistoryChange,
+    ResponseDraft,
+    StartResponse,
+    TakeBackStart,
+)
 from pensieve_jax.history.store import LOCK_WAIT_S
 from pensieve_jax.prompts import PromptEncoder
 from pensieve_jax.server.async_engine import EngineInfo
@@ -118,6 +126,8 @@ class EngineServer:
         self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
         # Turns whose grammars are still compiled, each with the message that submits it.
         self._held: dict[int, tuple[Submit, TurnSpec]] = {}
+        # Owners and ids of background responses with a counted run that has not ended in the history.
+        self._counted: set[tuple[str, str]] = set()
         self._front_left = self._has_front_ended = False
         self._calls: deque[_WaitingCall] = deque()  # by arrival
         self._next_try_s = 0.0
@@ -167,16 +177,16 @@ class EngineServer:
         self._tell()
 
     def _take_back_starts(self) -> None:
-        """Store that the background responses which are cancelled now ran at no death of an engine.
+        """Store that background responses ran at no death of an engine.
 
-        The front end has counted their starts, and has ended without taking them back.
+        The front end has counted their runs, and has ended without taking them back. It may have ended before
+        it submitted the turn, or after the turn ended.
         """
         running = [turn.reply.node for turn in self._turns.values()]
-        for node in (*running, *(spec.node for _, spec in self._held.values())):
-            draft = None if node is None else node.attachment
-            if isinstance(draft, ResponseDraft) and draft.background:
-                with contextlib.suppress(PensieveError):  # they run alone next time
-                    self._engine.apply(TakeBackStart(owner=draft.owner, response_id=draft.response_id))
+        nodes = (*running, *(spec.node for _, spec in self._held.values()))
+        for owner, response_id in self._counted.union(*map(_background_response, nodes)):
+            with contextlib.suppress(PensieveError):  # they run alone next time
+                self._engine.apply(TakeBackStart(owner=owner, response_id=response_id))
 
     # Incoming messages
 
@@ -306,7 +316,15 @@ class EngineServer:
             self._answer(_WaitingCall(message.number, call, 0.0))
 
     def _apply(self, message: Apply) -> None:
-        self._answer_in_order(message.number, lambda: self._engine.apply(received_change(message)))
+        self._answer_in_order(message.number, lambda: self._change(received_change(message)))
+
+    def _change(self, change: HistoryChange) -> None:
+        self._engine.apply(change)
+        match change:
+            case StartResponse():
+                self._counted.add((change.owner, change.response_id))
+            case TakeBackStart() | EndResponse() | DeleteResponse():
+                self._counted.discard((change.owner, change.response_id))
 
     def _answer_in_order(self, number: int, call: Callable[[], Any]) -> None:
         """Answer a call behind those that wait for a lock, or let it wait for one itself."""
@@ -339,6 +357,8 @@ class EngineServer:
         del self._turns[number], self._numbers[turn]
         error = None if turn.error is None else self._sent(turn.error)
         output = turn.output if error is None else None
+        if output is not None and output.finish_reason != "cancelled":
+            self._counted -= _background_response(turn.reply.node)
         self._report.endings.append(Ending(number, output, error))
 
     def _sent(self, error: PensieveError) -> SentError:
@@ -406,3 +426,11 @@ class EngineServer:
             except ConnectionError:
                 self._front_left = True
                 self._unsent = memoryview(b"")
+
+
+def _background_response(node: TurnNode | None) -> set[tuple[str, str]]:
+    """Return owner and id of the background response that a turn completes; empty if there is none."""
+    draft = None if node is None else node.attachment
+    if not isinstance(draft, ResponseDraft) or not draft.background:
+        return set()
+    return {(draft.owner, draft.response_id)}

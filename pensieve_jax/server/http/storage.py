@@ -42,8 +42,8 @@ class StorageCheck:
         quota = self._quota
         if self._history is None or (quota.responses is None and quota.bytes is None):
             return
-        found = self._recent.get(owner)
-        if found is not None and time.monotonic() - found[0] <= _MAX_AGE_S:
+        now_s, found = time.monotonic(), self._recent.get(owner)
+        if found is not None and now_s - found[0] <= _MAX_AGE_S:
             with suppress(StorageQuotaError):
                 check_room(found[1], quota)
                 return
@@ -51,7 +51,8 @@ class StorageCheck:
         if self._history.is_remote:
             if len(self._recent) >= _MAX_OWNERS:
                 self._recent.clear()
-            self._recent[owner] = time.monotonic(), amounts
+            # A look-up may take long, and a later one may have ended before it.
+            self._recent[owner] = max((now_s, amounts), self._recent.get(owner, (now_s, amounts)))
         check_room(amounts, quota)
 
     async def stored(self, owner: str) -> StoredAmounts:

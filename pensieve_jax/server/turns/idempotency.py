@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from pensieve_jax.core.errors import UnknownRecordError, UnknownTurnError
 from pensieve_jax.history.reader import HistoryReader, TurnView
 from pensieve_jax.history.server_tables.changes import Idempotency, ResponseRecord
 from pensieve_jax.server.http.errors import ApiError, invalid_value, unsupported
@@ -127,6 +128,9 @@ def _stored_reply(
     if known is None:
         return None
     check_same_body(body_sha256, known.body_sha256)
-    record = history.response(owner, known.result_id)
-    assert record.turn_id is not None, "a completion is stored with its turn"
-    return StoredReply(record, history.turn(owner, record.turn_id))
+    try:
+        record = history.response(owner, known.result_id)
+        assert record.turn_id is not None, "a completion is stored with its turn"
+        return StoredReply(record, history.turn(owner, record.turn_id))
+    except (UnknownRecordError, UnknownTurnError):  # it was deleted meanwhile, and its key with it
+        return None

@@ -28,9 +28,22 @@ from pensieve_jax.core.errors import StepFailedError
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history import open_store
-from pensieve_jax.history.server_tables.changes import QueueResponse, StartResponse
+from pensieve_jax.history.server_tables.changes import (
+    EndResponse,
+    HistoryChange,
+    QueueResponse,
+    StartResponse,
+    TakeBackStart,
+)
 from pensieve_jax.server.engine_process.engine_server import EngineServer
-from pensieve_jax.server.engine_process.messages import Apply, Call, Report, Submit, sent_spec
+from pensieve_jax.server.engine_process.messages import (
+    Apply,
+    Call,
+    Report,
+    Submit,
+    sent_change,
+    sent_spec,
+)
 from pensieve_jax.server.engine_process.supervisor import RestartPolicy
 from pensieve_jax.server.engine_process.wire import FrameReader, FrameWriter, WireError
 from pensieve_jax.server.metrics import _COUNTERS, _GAUGES
@@ -573,3 +586,42 @@ def test_an_engine_that_outlives_its_front_end_takes_the_starts_of_its_responses
         query = "SELECT starts FROM responses ORDER BY starts"
         starts = [row[0] for row in store.read(lambda history: history.execute(query).fetchall())]
     assert starts == ([0, 1] if ends else [1, 2])
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["never submitted", "its turn has failed"])
+def test_an_engine_takes_starts_back_whose_turns_it_does_not_have(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    """A front end may be killed between the count of a run and its turn, or after the turn."""
+    harness = Harness(tokenizer=TOKENIZER, path=tmp_path / "chats.sqlite")
+    front, engine_end = socket.socketpair()
+    server = EngineServer(harness.engine, TOKENIZER, engine_end)
+    drafts = []
+    for _ in range(4):
+        node = TurnNode(turn_id=new_turn_id(None))
+        draft = draft_of(node.turn_id, owner="", expires_at_s=2.0, background=True)
+        harness.store.apply(QueueResponse(draft=draft, job=b"job"))
+        drafts.append((node, draft))
+    running, taken_back, ended, fresh = (draft.response_id for _, draft in drafts)
+    changes: list[HistoryChange] = [
+        *(StartResponse(owner="", response_id=one, starts=2) for one in (running, taken_back, ended)),
+        TakeBackStart(owner="", response_id=taken_back),
+        EndResponse(owner="", response_id=ended, status="cancelled", completed_at_s=1.0),
+        StartResponse(owner="", response_id=fresh, starts=1),
+    ]
+    front.sendall(b"".join(FrameWriter().frame(sent_change(n, one)) for n, one in enumerate(changes)))
+    server.run_once()
+    if is_interrupted:
+        node, draft = drafts[0]
+        one = spec([5], max_tokens=900)
+        one = replace(one, node=replace(node, attachment=draft))
+        front.sendall(FrameWriter().frame(Submit([sent_spec(9, one)])))
+        server.run_once()
+        server._engine.cancel(server._turns[9])
+        server._tell_end(9, server._turns[9])
+    front.close()
+    server.run()
+    with open_store(tmp_path / "chats.sqlite", fingerprint="test") as store:
+        query = "SELECT response_id, starts FROM responses"
+        starts = dict(store.read(lambda history: history.execute(query).fetchall()))
+    assert starts == {running: 1, taken_back: 1, ended: 2, fresh: 0}

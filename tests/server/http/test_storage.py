@@ -192,3 +192,41 @@ def test_a_far_history_is_asked_once_a_second_and_before_a_refusal(monkeypatch):
         assert history.num_asked == 3, "only conversations are limited, which turns do not create"
 
     asyncio.run(work())
+
+
+def test_an_amount_is_as_old_as_its_look_up_and_a_slow_one_replaces_no_later_one(monkeypatch):
+    from pensieve_jax.server.http import storage
+
+    history, now_s = FarHistory(), [100.0]
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now_s[0])
+    answers: list[asyncio.Future[StoredAmounts]] = []
+
+    async def read(owner, work, *args):
+        answers.append(asyncio.get_running_loop().create_future())
+        return await answers[-1]
+
+    async def begun(check: StorageCheck) -> asyncio.Task[None]:
+        asked = asyncio.create_task(check.check("ada"))
+        await asyncio.sleep(0)
+        return asked
+
+    async def work() -> None:
+        check = StorageCheck(history, StorageQuota(responses=3), read)
+        slow = await begun(check)
+        now_s[0] += 0.8
+        answers[0].set_result(StoredAmounts(0, 1, 0))
+        await slow
+        now_s[0] += 0.5  # the look-up began 1.3 s ago
+        slow = await begun(check)
+        assert len(answers) == 2
+        now_s[0] += 0.6
+        later = await begun(check)
+        answers[2].set_result(StoredAmounts(0, 2, 0))
+        await later
+        answers[1].set_result(StoredAmounts(0, 1, 0))
+        await slow
+        now_s[0] += 0.7  # the slow look-up began 1.3 s ago, and the later one 0.7 s ago
+        await check.check("ada")
+        assert len(answers) == 3
+
+    asyncio.run(work())

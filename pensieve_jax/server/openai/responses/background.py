@@ -58,6 +58,7 @@ from pensieve_jax.history.server_tables.changes import (
     ResponseDraft,
     ResponseRecord,
     StartResponse,
+    TakeBackStart,
 )
 from pensieve_jax.server.async_engine import UNANSWERED, AsyncDelta, AsyncTurn
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
@@ -450,8 +451,8 @@ class BackgroundRunner:
         """Use the engine, the history and the limits of `services`."""
         self._services = services
         self._gate = RunGate()
-        # Deaths before the last run, of responses whose rows count that run.
-        self._started: dict[tuple[str, str], int] = {}
+        # Responses whose rows count a run that this server began.
+        self._started: set[tuple[str, str]] = set()
         self._in_engine: set[tuple[str, str]] = set()
 
     async def drive(
@@ -485,7 +486,7 @@ class BackgroundRunner:
             except PensieveError as error:
                 if isinstance(error, EngineDiedError) and key in self._in_engine:
                     num_deaths += 1
-                    del self._started[key]
+                    self._started.remove(key)
                 if await self._tell_end(run, draft):  # it was committed before the engine died, or cancelled
                     return
                 if not isinstance(error, (*UNANSWERED, HistoryUnavailableError, HistoryBusyError)):
@@ -507,14 +508,13 @@ class BackgroundRunner:
         # If a count stays, its response runs alone next time.
         with suppress(TimeoutError, *UNANSWERED, HistoryError):
             async with asyncio.timeout(_LEAVE_S):
-                for (owner, response_id), num_deaths in list(self._started.items()):
-                    change = StartResponse(owner=owner, response_id=response_id, starts=num_deaths)
-                    with suppress(UnknownRecordError):  # it has ended, or was deleted
-                        await self._services.engine.apply(change)
+                for owner, response_id in list(self._started):
+                    change = TakeBackStart(owner=owner, response_id=response_id)
+                    await self._services.engine.apply(change)
 
     def forget(self, owner: str, response_id: str) -> None:
         """Forget the run of a response that has ended, or that another server runs."""
-        self._started.pop((owner, response_id), None)
+        self._started.discard((owner, response_id))
         self._in_engine.discard((owner, response_id))
 
     async def fail(self, run: ResponseRun, draft: ResponseDraft, error: ApiError) -> None:
@@ -610,7 +610,7 @@ class BackgroundRunner:
         async def start() -> Sequence[AsyncTurn]:
             counted = StartResponse(owner=key[0], response_id=key[1], starts=num_deaths + 1)
             await services.engine.apply(counted)
-            self._started[key] = num_deaths
+            self._started.add(key)
             self._in_engine.add(key)
             turn = services.engine.submit(spec)
             await turn.accepted()

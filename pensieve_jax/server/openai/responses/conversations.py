@@ -226,13 +226,13 @@ class Conversations:
             return await call.read(_stored_name, call, append, len(new_items))
 
         try:
-            await self._change(call, change, stored_name if append.is_repeated else None)
+            known = await self._change(call, change, stored_name if append.is_repeated else None)
         except UNANSWERED:  # the engine did not confirm the change, but may have applied it
-            if await stored_name() is None:
+            known = await stored_name()
+            if known is None:
                 raise
         self._appends.forget(append)
-        name = append.name if append.idempotency is None else await stored_name()
-        page = await call.run_cpu(_page, new_items, name or append.name)
+        page = await call.run_cpu(_page, new_items, known or append.name)
 
         def on_undelivered() -> None:
             self._appends.remember(append, call.services.now_s())
@@ -265,22 +265,25 @@ class Conversations:
         call: HttpRequest,
         change_of: Callable[[ConversationRow], Awaitable[HistoryChange]],
         stored_name: Callable[[], Awaitable[str | None]] | None = None,
-    ) -> None:
-        """Apply a change unless it is already stored; try again if a concurrent change came first."""
+    ) -> str | None:
+        """Apply a change unless it is already stored; try again if a concurrent change came first.
+
+        Returns the name under which it was stored before, or None if it was applied now.
+        """
         for tries_left in reversed(range(_MAX_TRIES)):
-            row = await _row(
-                call
-            )  # read before `stored_name`, so that a change between the two reads is a conflict
-            if stored_name is not None and await stored_name() is not None:
-                return
+            # The row is read before `stored_name`, so that a change between the two reads is a conflict.
+            row = await _row(call)
+            if stored_name is not None and (known := await stored_name()) is not None:
+                return known
             change = await change_of(row)
             self._unlocked(call)
             try:
                 await call.services.engine.apply(change)
-                return
+                return None
             except ConversationChangedError:
                 if not tries_left:
                     raise
+        raise AssertionError("the last try returns or raises")
 
 
 def check_unlocked(locks: set[tuple[str, str]], owner: str, conversation_id: str) -> None:
@@ -317,7 +320,10 @@ def _created_with(
     if known is None:
         return None
     check_same_body(body_sha256, known.body_sha256)
-    row: ConversationRow = history.conversation(owner, known.result_id)
+    try:
+        row: ConversationRow = history.conversation(owner, known.result_id)
+    except UnknownRecordError:  # it was deleted between the two reads, and its key with it
+        return None
     return row
 
 

@@ -132,7 +132,10 @@ class IdempotencyStore:
         if known is None:
             return None
         check_same_body(body_sha256, known.body_sha256)
-        record: ResponseRecord = self._history.response(owner, known.result_id)
+        try:
+            record: ResponseRecord = self._history.response(owner, known.result_id)
+        except UnknownRecordError:  # it was deleted between the two reads, and its key with it
+            return None
         return record
 
     async def _from_before(self, owner: str, body_sha256: str, now_s: float) -> ResponseRecord | None:

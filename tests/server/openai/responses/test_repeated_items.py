@@ -10,10 +10,12 @@ import pytest
 
 from pensieve_jax.core.errors import EngineClosedError
 from pensieve_jax.history.server_tables.changes import AppendItems, CreateConversation
+from pensieve_jax.history.server_tables.idempotency_table import NEW_CONVERSATION
 from pensieve_jax.server.openai.responses.conversations import LIFETIME_S, MAX_UNANSWERED, Appends
 from pensieve_jax.server.turns.idempotency import KEY_LIFETIME_S
 from tests.deadlines import TIMEOUT_S
 from tests.server.openai.responses.test_left_behind import DIED, NO_ANSWER, losing
+from tests.server.stale_keys import found_before_its_deletion
 
 RETRY = {"x-stainless-retry-count": "1"}
 KEY = {"Idempotency-Key": "k"}
@@ -103,6 +105,24 @@ def test_the_same_items_may_be_sent_twice_on_purpose(client):
     assert texts_of(client, made) == ["yes"] * 5
 
 
+def test_a_repeated_append_is_answered_alike_though_its_conversation_is_deleted(server, client):
+    """Its key goes with the conversation, which is deleted once the repeated request has found it."""
+    made, history = client.conversations.create().id, server.harness.services.history
+    first = client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    idempotent, found = history.idempotent, []
+
+    def deleted_behind(*arguments, **more):
+        if found:
+            return None
+        found.append(idempotent(*arguments, **more))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "idempotent", deleted_behind)
+        again = client.conversations.items.create(made, items=items("yes"), extra_headers=KEY)
+    assert found[0] is not None and again.to_dict() == first.to_dict()
+
+
 def test_a_key_is_for_one_body_and_one_conversation(client):
     made, other = client.conversations.create().id, client.conversations.create().id
     first = client.conversations.items.create(made, items=items("yes", "no"), extra_headers=KEY)
@@ -129,6 +149,15 @@ def test_a_key_creates_one_conversation(server, client):
     client.conversations.delete(first.id)
     assert client.conversations.create(items=items("no"), extra_headers=KEY).id != first.id
     assert client.conversations.create().id != client.conversations.create().id
+
+
+def test_a_key_is_free_once_its_conversation_is_deleted(server, client):
+    services = server.harness.services
+    first = client.conversations.create(extra_headers=KEY).id
+    known = services.history.idempotent("", "k", services.now_s(), conversation_id=NEW_CONVERSATION)
+    client.conversations.delete(first)
+    with found_before_its_deletion(services.history, known):
+        assert client.conversations.create(extra_headers=KEY).id != first
 
 
 def test_simultaneous_requests_with_one_key_create_one_conversation(server):

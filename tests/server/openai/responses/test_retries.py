@@ -20,6 +20,7 @@ from tests.deadlines import TIMEOUT_S, wait_until
 from tests.server.fakes import say
 from tests.server.live import START_S, LiveServer
 from tests.server.openai.responses.test_background import feed, turn_of
+from tests.server.stale_keys import found_before_its_deletion
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -43,6 +44,15 @@ def test_the_same_key_gives_the_same_response(server, client):
     assert raised.value.code == "idempotency_key_reused"
     client.responses.create(input="hi", extra_headers=keyed("other"))
     assert len(server.engine.turns) == 2
+
+
+def test_a_key_is_free_once_its_response_is_deleted(server, client):
+    services = server.harness.services
+    first = client.responses.create(input="hi", extra_headers=keyed()).id
+    known = services.history.idempotent("", "k", services.now_s())
+    client.responses.delete(first)
+    with found_before_its_deletion(services.history, known):
+        assert client.responses.create(input="hi", extra_headers=keyed()).id != first
 
 
 def test_a_key_requires_a_stored_response(server, client):
