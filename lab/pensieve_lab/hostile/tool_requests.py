@@ -82,7 +82,8 @@ def _schemas() -> Iterator[HostileRequest]:
     recursion = {"$ref": "#/$defs/a"}
     yield _called("tool, $ref to itself", {**recursion, "$defs": {"a": recursion}})
     branch = {"anyOf": [recursion, recursion]}
-    yield _called("tool, $ref recursion", {**_object(a=recursion), "$defs": {"a": branch}})
+    endless = _called("tool, $ref recursion", {**_object(a=recursion), "$defs": {"a": branch}})
+    yield endless._replace(may_fail=True)  # no value has this schema, so a reply that begins one has no end
     tree = _object(left=recursion, right=recursion)
     yield _called("tool, endless $ref", {**_object(a=recursion), "$defs": {"a": tree}}, max_tokens=200)
     defs: dict[str, Any] = {"d0": {"type": "object", "properties": {"x": {"type": "integer"}}}}
@@ -100,7 +101,7 @@ def _schemas() -> Iterator[HostileRequest]:
         slow = _object(a={"type": "string", "pattern": pattern})
         yield _called(f"tool, pattern {pattern[:20]}", slow)._replace(may_fail=True)
     objects = [{"type": "object", "properties": {f"k{at}": {"type": "string"}}} for at in range(200)]
-    yield _called("tool, anyOf of 200 objects", _object(a={"anyOf": objects}))
+    yield _called("tool, anyOf of 200 objects", _object(a={"anyOf": objects}))._replace(may_fail=True)
     yield _called(
         "tool, 1,000 properties", _object(**{f"name{at}": {"type": "string"} for at in range(1_000)})
     )
