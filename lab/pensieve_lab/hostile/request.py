@@ -28,7 +28,7 @@ class HostileRequest(NamedTuple):
       body: its body, which may be no JSON.
       control: the body of a request to `control_route` with the same load, in which nothing is hostile.
       control_route: Completions for a prompt, Chat Completions otherwise.
-      may_fail: whether a turn may end with `grammar_failed`, since later masks exceed the limits or allow nothing.
+      may_fail: whether a turn may end with `grammar_failed`, since its masks exceed limits or allow nothing.
     """
 
     name: str
