@@ -429,7 +429,7 @@ class EngineServer:
 
 
 def _background_response(node: TurnNode | None) -> set[tuple[str, str]]:
-    """Return owner and id of the background response that a turn completes; empty if there is none."""
+    """Return owner and id of the background response that a turn completes, if it has one."""
     draft = None if node is None else node.attachment
     if not isinstance(draft, ResponseDraft) or not draft.background:
         return set()

@@ -10,8 +10,9 @@ Every response that is queued in the history has a server that runs it. That inc
 earlier server left behind, and those that the engine queued although its confirmation was lost.
 
 A response may kill its engine. So its row counts its runs without a known end. The count is stored before the
-engine gets the turn, and taken back when the run ends without a death. A server that finds the
-response thus knows of deaths that ended an earlier server. After `MAX_DEATHS` it fails.
+engine gets the turn, and taken back when the run ends without a death. A server that finds the response thus
+knows of deaths that ended an earlier server. After `MAX_DEATHS` it fails. If the front end alone is killed,
+its engine takes back the counts of its runs; servers that share the history wait for that.
 
 Responses that ran beside a guilty one die with it, so after its first death a response is a suspect: it runs
 without other background responses. Either it completes, or it is alone at its second death. This finds a
@@ -94,6 +95,8 @@ POLL_S: Final = 10.0
 """Interval of the search for responses that another server left behind."""
 RETRY_S: Final = 0.5
 """Delay before retrying a failed call of the engine or the history."""
+TAKE_BACK_S: Final = 1.0
+"""Time in which the engine of a killed server ends its step and takes back the counts of its runs."""
 _LEAVE_S: Final = 5.0
 """Time to take back the counts of runs when the server ends."""
 
@@ -164,16 +167,20 @@ class BackgroundResponses:
             if not started:
                 unlock()
 
-    def run_queued(self, record: ResponseRecord) -> ResponseRun | None:
+    def run_queued(self, record: ResponseRecord, *, has_waited: bool = False) -> ResponseRun | None:
         """Run a response that is queued in the history; return None if it is not to run here.
 
         This server must have claimed it, which `reconcile` does; another server may have claimed it instead.
 
-        `record` must be current; see `current`.
+        Args:
+          record: must be current; see `current`.
+          has_waited: whether the engine of a killed server has had its time to take back a count.
         """
         key = (record.owner, record.response_id)
         if key in self._runs:
             return self._runs[key]
+        if not has_waited and self._may_be_taken_back(record):
+            return None
         is_wanted = record.status == "queued" and self._services.engine.state != "draining"
         is_wanted = is_wanted and self._services.history.claims.holds(record.response_id)
         if not is_wanted or record.job is None or self._is_being_queued(*key):
@@ -207,10 +214,14 @@ class BackgroundResponses:
             if num_lost <= self._num_reconciled:  # another caller of `reconcile` has done the rest
                 return
         records = await self._driver.read(self._unfinished)
+        waited_for = {record.response_id for record in records if self._may_be_taken_back(record)}
+        if waited_for:
+            await asyncio.sleep(TAKE_BACK_S)
+            records = await self._driver.read(self._unfinished)
         for record in records:
             try:
                 if self._services.keys.has_owner(record.owner):
-                    self.run_queued(record)
+                    self.run_queued(record, has_waited=record.response_id in waited_for)
                 else:
                     await self.cancel(record.owner, record.response_id)
             except Exception as error:  # unexpected, but the other responses must still run
@@ -278,6 +289,15 @@ class BackgroundResponses:
         call. Any call would do; `census` changes nothing, and with replicas it goes to each of them.
         """
         await self._services.engine.call("census")
+
+    def _may_be_taken_back(self, record: ResponseRecord) -> bool:
+        """Return whether the engine of another server, killed a moment ago, may have a response to run here.
+
+        A history file is free only once that engine has ended.
+        """
+        claims = self._services.history.claims
+        is_new = (record.owner, record.response_id) not in self._runs
+        return is_new and claims.are_shared and claims.holds(record.response_id) and record.starts > 0
 
     async def _unfinished(self) -> list[ResponseRecord]:
         return await self.current("", self._claimed)

@@ -7,12 +7,14 @@ import contextlib
 import pytest
 
 from pensieve_jax.core.errors import EngineDiedError, HistoryUnavailableError
-from pensieve_jax.history.server_tables.changes import EndResponse, StartResponse
+from pensieve_jax.history import open_store
+from pensieve_jax.history.server_tables.changes import EndResponse, StartResponse, TakeBackStart
 from pensieve_jax.server.openai.responses import background
 from tests.deadlines import wait_until
 from tests.server.fakes import FakeTurn, say
 from tests.server.live import START_S, LiveServer
 from tests.server.openai.responses.test_background import ended, feed, turn_of
+from tests.server.stored_engine import FINGERPRINT
 
 POISON = "poison"
 DIED = EngineDiedError("The engine's process died.")
@@ -23,6 +25,7 @@ LONG_S = START_S + 100.0
 def soon(monkeypatch):
     monkeypatch.setattr(background, "RETRY_S", 0.01)
     monkeypatch.setattr(background, "POLL_S", 0.02)
+    monkeypatch.setattr(background, "TAKE_BACK_S", 0.01)
 
 
 @pytest.fixture(params=["file", "postgres"])
@@ -236,6 +239,27 @@ def test_a_start_that_cannot_be_counted_does_not_reach_the_engine(where):
         assert [change.starts for change in refused] == [1, 1] and starts_of(server, response_id) == 1
         assert len(server.engine.turns) == 1
         feed(server, turn, "hello", end=True)
+        assert ended(client, response_id).output_text == "hello"
+
+
+def test_the_engine_of_a_killed_server_may_take_back_a_start_after_the_claim(postgres, monkeypatch):
+    """It ends its step first, while another server claims the response and reads it."""
+    url, claimed = postgres.url(), background.BackgroundResponses._claimed
+
+    def claimed_before(self):
+        found = claimed(self)
+        if [record.starts for record in found] == [2]:
+            with open_store(url, fingerprint=FINGERPRINT) as dying:
+                dying.apply(TakeBackStart(owner="", response_id=response_id))
+        return found
+
+    with LiveServer(url) as one, one.client() as client:
+        response_id = client.responses.create(input="hi", background=True).id
+        turn_of(one)
+        one.wait_for(one.engine.apply(StartResponse(owner="", response_id=response_id, starts=2)))
+        kill(one)
+    monkeypatch.setattr(background.BackgroundResponses, "_claimed", claimed_before)
+    with LiveServer(url, say("hello"), start_s=LONG_S) as other, other.client() as client:
         assert ended(client, response_id).output_text == "hello"
 
 
