@@ -37,7 +37,7 @@ IO_THREADS: Final = 16
 _NOMINAL_S: Final = 0.001  # what a job is charged until its time is known
 _threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="cpu-work")
 _cpu_threads = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, "_CpuThreads"]()
-_io_shares = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
+_io_shares = weakref.WeakValueDictionary[tuple[asyncio.AbstractEventLoop, str], asyncio.Semaphore]()
 _io_slots = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]()
 
 
@@ -169,7 +169,8 @@ async def run_io[**P, T](owner: str, work: Callable[P, T], *args: P.args, **kwar
     """
     loop = asyncio.get_running_loop()
     slots = _io_slots.setdefault(loop, asyncio.Semaphore(IO_THREADS))
-    share = _io_shares.setdefault(owner, asyncio.Semaphore(IO_THREADS // 2 if owner else IO_THREADS))
+    num_threads = IO_THREADS // 2 if owner else IO_THREADS
+    share = _io_shares.setdefault((loop, owner), asyncio.Semaphore(num_threads))
     await share.acquire()
     try:
         await slots.acquire()

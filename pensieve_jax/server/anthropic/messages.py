@@ -168,8 +168,7 @@ class NewMessage(MessageContext):
             return await self._turns.start(self._params, max_tokens=self._body.max_tokens)
         except InvalidRequestError as error:
             tools = self._turns.template_input.tools
-            found = error_of_calls(error, self._form_fields, tools, self._choice)
-            raise self._as_api_error(found) from error
+            raise self._as_api_error(error_of_calls(error, self._form_fields, tools, self._choice)) from error
 
     async def whole(self, running: ReplyTurns) -> dict[str, Any]:
         """Wait for the reply and return the message; raise its failure."""

@@ -139,7 +139,9 @@ class ErrorReplies:
             answer = as_api_error(error)
             if answer.status in (429, 503) and scope[NOTES].route not in _PROBES:
                 self._refused(answer.code)
-            await reply(answer, request_id).send(receive, send)
+            response = reply(answer, request_id)
+            del answer  # the error's traceback has this frame: no cycle may keep the request's texts
+            await response.send(receive, send)
 
 
 def _of_routing(error: HTTPException, scope: Scope) -> ApiError:

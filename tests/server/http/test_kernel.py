@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import io
 import json
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -559,3 +561,26 @@ def test_the_log_has_the_milliseconds_of_a_request(lines, monkeypatch):
     run(ask(Harness(ROUTES), "GET", "/things/7"))
     (line,) = lines()
     assert line["duration_ms"] == 1234.568
+
+
+class Text:
+    """A long text, which a test can see go."""
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_failed_request_keeps_nothing_alive(is_typed):
+    """Its error's traceback held the frames that held the text, until the garbage collector ran."""
+    left = []
+
+    async def fail(call):
+        text = Text()
+        left.append(weakref.ref(text))
+        await asyncio.sleep(0)
+        raise ApiError(400, "invalid_value", "No.") if is_typed else KeyError("expected")
+
+    gc.disable()
+    try:
+        status, _, _ = run(ask(Harness([Route("GET", "/fails", fail)]), "GET", "/fails"))
+        assert status == (400 if is_typed else 500) and left[0]() is None
+    finally:
+        gc.enable()
