@@ -1,6 +1,7 @@
 """Session set-up: launches as in serving, four virtual CPU devices, long files first, `gpu` marks, notes."""
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,10 @@ import pytest
 # Little that is made until tests begin becomes garbage, and looking for it takes time: it is rare, but
 # not off, since it stays so in the process that only hands out files.
 gc.set_threshold(200_000, 50, 50)
+
+# A shell lets jobs in its background ignore Ctrl-C, and so would the programs that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _PLUGINS = ("tests.launching", "tests.postgres_server")
 

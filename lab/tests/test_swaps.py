@@ -76,7 +76,8 @@ def test_variants(launch, compilation_cache, monkeypatch, capsys):
     assert both["recomputed_tokens"] < gpu_only["recomputed_tokens"] < stateless["recomputed_tokens"]
     assert {"versions", "hardware", "command", "units"} <= document.keys()
 
-    measured = EngineConfig(), variants, results["same_tokens"] | {"both tiers, lru": False}
+    config = EngineConfig(cache=CacheConfig(gpu_pages=8, cpu_pages=8))
+    measured = config, variants, results["same_tokens"] | {"both tiers, lru": False}
     monkeypatch.setattr(compare_variants, "measure", lambda: measured)
     assert launch("compare_variants", shared_llm=False, **flags) == 1
     assert "both tiers, lru: tokens differ" in capsys.readouterr().out

@@ -272,7 +272,13 @@ def test_through_a_pipe(tmp_path, compilation_cache):
     """Runs the whole program, with a history that a second run would find."""
     command = [sys.executable, "scripts/chat.py", f"--model={TINY_MODEL}", "--token_buckets=64"]
     command += ["--max_num_running=8"]
-    command += ["--gpu_pages=24", "--cpu_pages=0", "--max_tokens=4", f"--history={tmp_path / 'chats.sqlite'}"]
+    command += [
+        "--gpu_pages=24",
+        "--cpu_pages=0",
+        "--max_context_tokens=512",
+        "--max_tokens=4",
+        f"--history={tmp_path / 'chats.sqlite'}",
+    ]
     command += [f"--compilation_cache_dir={compilation_cache}"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

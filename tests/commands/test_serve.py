@@ -202,9 +202,8 @@ def test_an_engines_refusal_is_reported_in_a_line() -> None:
     command = [sys.executable, "-W", "ignore", "scripts/serve.py", "--model=/no/such/model", "--port=0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == EXIT_BAD_INPUT and done.stdout == ""
-    *logged, told = done.stderr.splitlines()
-    assert "/no/such/model" in told and [json.loads(line)["level"] for line in logged] == ["info"]
-    assert "the first start compiles" in logged[0]
+    (told,) = done.stderr.splitlines()
+    assert "/no/such/model" in told
 
 
 @pytest.mark.parametrize(
