@@ -52,7 +52,7 @@ def test_the_text_of_a_fatal_error_is_not_logged() -> None:
 @pytest.mark.long
 def test_the_text_of_a_startup_error_is_printed() -> None:
     """No prompt exists yet, and the operator needs the cause."""
-    status, log = _ended(FAIL + "command.serve.engine_config = fail")
+    status, log = _ended(FAIL + "command.serve.check_engine_flags = fail")
     assert status == 1 and log.endswith(f"RuntimeError: {SECRET}\n")
 
 
