@@ -21,6 +21,7 @@ from pensieve_jax.history.server_tables.changes import (
     HistoryChange,
     QueueResponse,
 )
+from pensieve_jax.history.stored_amounts import ROW_BYTES
 from pensieve_jax.server.fair_queue import FairQueue
 
 MAX_SENT: Final = 16
@@ -31,8 +32,6 @@ WAIT_S: Final = 30.0
 """Time after which a change that was not sent is given up, as the engine's answer to one that was."""
 _PAUSES: Final = 3.0  # times as long as a large change took, no other is made
 _MAX_PAUSE_S: Final = 5.0  # less than `WAIT_S`, so that one slow change refuses no other
-_CHANGE_BYTES: Final = 256
-"""Cost of a change besides its items, in bytes; as of a row in the amounts that keys store."""
 
 
 class Changeable(Protocol):
@@ -132,8 +131,8 @@ def cost_of(change: HistoryChange) -> int:
     """Return the bytes that a change is taken to write."""
     match change:
         case AppendItems(items=items) | CreateConversation(items=items):
-            return _CHANGE_BYTES + len(items)
+            return ROW_BYTES + len(items)
         case QueueResponse(draft=draft, job=job):
-            return _CHANGE_BYTES + len(draft.input_items) + len(job)
+            return ROW_BYTES + len(draft.input_items) + len(job)
         case _:
-            return _CHANGE_BYTES
+            return ROW_BYTES

@@ -271,8 +271,8 @@ class TurnAdmission:
         now_s = self._now_s()
         self._active_until_s.pop(owner, None)
         self._active_until_s[owner] = now_s + _ACTIVE_S
-        for other in [other for other, until_s in self._active_until_s.items() if until_s <= now_s]:
-            del self._active_until_s[other]
+        while self._active_until_s[oldest := next(iter(self._active_until_s))] <= now_s:
+            del self._active_until_s[oldest]
 
     def _count_in_engine(self, permit: TurnPermit, sign: int) -> None:
         self._num_in_engine += sign * permit.num_turns

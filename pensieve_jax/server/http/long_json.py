@@ -41,7 +41,7 @@ def as_raw(value: object) -> msgspec.Raw:
 
 
 def json_pieces(value: Any) -> list[bytes]:
-    """Return the JSON of a value in pieces, of which one was encoded at a time.
+    """Return the JSON of a value in pieces, which were encoded one at a time.
 
     Lists and objects that hold an `EncodedList` must be lists and dicts.
     """

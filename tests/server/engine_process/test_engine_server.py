@@ -32,6 +32,7 @@ from pensieve_jax.history.server_tables.changes import (
     EndResponse,
     HistoryChange,
     QueueResponse,
+    ResponseDraft,
     StartResponse,
     TakeBackStart,
 )
@@ -557,6 +558,14 @@ def test_the_engine_ends_with_its_front_end_whatever_the_bytes() -> None:
         front.close()
 
 
+def queued_response(harness: Harness) -> tuple[TurnNode, ResponseDraft]:
+    """Queue a background response, and return its turn's node and its draft."""
+    node = TurnNode(turn_id=new_turn_id(None))
+    draft = draft_of(node.turn_id, owner="", expires_at_s=2.0, background=True)
+    harness.store.apply(QueueResponse(draft=draft, job=b"job"))
+    return node, draft
+
+
 @pytest.mark.parametrize("ends", [True, False], ids=["the front end leaves", "it sends garbage"])
 def test_an_engine_that_outlives_its_front_end_takes_the_starts_of_its_responses_back(
     tmp_path: Path, ends: bool
@@ -567,9 +576,7 @@ def test_an_engine_that_outlives_its_front_end_takes_the_starts_of_its_responses
     server = EngineServer(harness.engine, TOKENIZER, engine_end)
     specs = []
     for number in range(2):
-        node = TurnNode(turn_id=new_turn_id(None))
-        draft = draft_of(node.turn_id, owner="", expires_at_s=2.0, background=True)
-        harness.store.apply(QueueResponse(draft=draft, job=b"job"))
+        node, draft = queued_response(harness)
         harness.store.apply(StartResponse(owner="", response_id=draft.response_id, starts=number + 1))
         one = spec([5 + number], max_tokens=900)
         specs.append(replace(one, node=replace(node, attachment=draft)))
@@ -596,12 +603,7 @@ def test_an_engine_takes_starts_back_whose_turns_it_does_not_have(
     harness = Harness(tokenizer=TOKENIZER, path=tmp_path / "chats.sqlite")
     front, engine_end = socket.socketpair()
     server = EngineServer(harness.engine, TOKENIZER, engine_end)
-    drafts = []
-    for _ in range(4):
-        node = TurnNode(turn_id=new_turn_id(None))
-        draft = draft_of(node.turn_id, owner="", expires_at_s=2.0, background=True)
-        harness.store.apply(QueueResponse(draft=draft, job=b"job"))
-        drafts.append((node, draft))
+    drafts = [queued_response(harness) for _ in range(4)]
     running, taken_back, ended, fresh = (draft.response_id for _, draft in drafts)
     changes: list[HistoryChange] = [
         *(StartResponse(owner="", response_id=one, starts=2) for one in (running, taken_back, ended)),
