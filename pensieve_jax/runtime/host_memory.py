@@ -38,7 +38,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def total_bytes(root: Path = Path("/")) -> int | None:
-    """Return the memory of the machine, or the least limit of a cgroup if that is less; None if unknown.
+    """Return the memory of the machine, or the least limit of a cgroup if that is less.
+
+    Return None if the system gives neither figure.
 
     Args:
       root: root of the file system; tests have one of their own.

@@ -48,7 +48,7 @@ class Bench:
             Cell(cell.module, cell.name, batch_sizes[-1], cell.priority, batch_sizes)
             for cell in model.cells()
         ]
-        # Steps cancel requests at random. Many pass while a program is compiled, so few requests would end.
+        # Steps cancel requests at random; if they went on during a compilation, few would end.
         config = CellularConfig(num_rows=NUM_ROWS, num_devices=num_devices, compile_at_start=True)
         self.model = model
         self.engine = CellularEngine(

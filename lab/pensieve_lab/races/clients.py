@@ -367,7 +367,7 @@ class RacingClient:
         return self._shared.record
 
     def _one_of(self, pool: dict[str, list[str]], owner: str = "") -> str | None:
-        """Choose an id, recent ones more often; None without any."""
+        """Choose an id, recent ones more often; return None for an empty pool."""
         names = pool[owner or self.owner]
         if not names:
             return None

@@ -120,7 +120,7 @@ class DevicePrograms:
             first += num
 
     def wait(self) -> None:
-        """Wait until a program that a launch waits for is compiled; return at once if there is none."""
+        """Wait until a program is compiled that a launch needs; return at once if no launch waits."""
         if self._needed:
             wait(self._needed.values(), return_when=FIRST_COMPLETED)
 
