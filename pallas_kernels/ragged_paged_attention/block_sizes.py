@@ -7,6 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Rules for splitting key ranges. "wide": every range above one length, which follows from the work of the
+# step. "wide_by_part": the same, and parts of one position are neighbours in the list, so that programs read
+# the same keys at the same time. "rest": tiles that fill whole rounds of programs stay whole, and the others
+# are split so that they fill rounds too; where one range is longer than a program's share, as "wide_by_part".
+CUTS = ("wide", "wide_by_part", "rest")
+
 
 @dataclass(frozen=True)
 class TileClass:
@@ -23,6 +29,9 @@ class TileClass:
       mosaic: its kernel is the Mosaic one, and its rows are in head-major order (see `mosaic_class`).
       in_bytes: its kernel is a Mosaic one for pages in 8 bits: for prompts if `mosaic` is set as well (see
         `byte_prompt_class`), otherwise for decoding (see `byte_class`).
+      cuts: which key ranges are split: one of `CUTS`.
+      lazy_rescale: sums are rescaled only when a row's maximum has grown by a factor of 256 in its weights.
+      num_converters: warpgroups of `byte_prompt_class` that convert: 1, or 2 for keys and values apart.
     """
 
     rows: int
@@ -34,6 +43,9 @@ class TileClass:
     whole_loop: bool = True
     mosaic: bool = False
     in_bytes: bool = False
+    cuts: str = "wide"
+    lazy_rescale: bool = False
+    num_converters: int = 1
 
     @property
     def decodes_bytes(self) -> bool:

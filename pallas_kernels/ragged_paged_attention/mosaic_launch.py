@@ -26,11 +26,10 @@ from pallas_kernels.ragged_paged_attention.tile_lists import (
     TOKEN,
 )
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, WARPGROUP_ROWS, TileSpec
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_PROGRAMS as NUM_PROGRAMS
 
 # Elements of a 16-bit type in 128 bytes, the widest row of shared memory that the hardware swizzles.
 COLUMNS = 64
-# Programs of a launch: one for each multiprocessor of an H100 or H200. On a smaller GPU some run later.
-NUM_PROGRAMS = 132
 # Layout of a product's operand in shared memory: tiles of eight rows. (Upstream's annotations make these
 # classes abstract.)
 TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
-from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, TileSpec
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, NUM_PROGRAMS, TileSpec
 
 _MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not distinguish wider ones
+_PART_COST_KEYS = 512  # keys that a program could compute in the time that one more part of a tile takes
 _MANY = 2**30  # above every sort key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
@@ -94,6 +95,8 @@ def _class_lists(
     block_kv = tile_class.block_kv
     longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // spec.max_num_slots[index]))
     num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
+    if tile_class.cuts == "rest":
+        num_splits = _splits_of_rest(xp, spec, index, kv_end, num_splits)
     chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
     num_splits = xp.maximum(-(-kv_end // chunk), 1)
     num_slots = num_splits * (num_splits > 1)
@@ -114,6 +117,9 @@ def _class_lists(
     if 0 < index == len(spec.blocks.classes) - 1:
         narrowness = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
     order = xp.argsort(narrowness, stable=True)
+    if tile_class.cuts != "wide":
+        by_part = xp.argsort(xp.where(width > 0, part, _MANY), stable=True)  # tiles without keys last
+        order = by_part.take(xp.argsort(narrowness.take(by_part), stable=True))
     tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
     real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has one
@@ -128,6 +134,34 @@ def _class_lists(
     partial = spec.partial_begin(index) + slot_begin * (spec.num_kv_heads * tile_class.rows)
     columns = [column.take(tile) for column in (token, num_tokens, partial, num_slots)]
     return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
+
+
+def _splits_of_rest(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: Any) -> Any:
+    """Return the parts of each tile if tiles that fill whole rounds of programs are to stay whole.
+
+    The narrowest tiles, which are left, are cut into as many parts as fill some rounds, if that is shorter.
+    Where a range is longer than a program's share of all work, the result is `num_splits`.
+    """
+    tile_class = spec.blocks.classes[index]
+    block_kv, heads = tile_class.block_kv, spec.num_kv_heads
+    per_round = max(NUM_PROGRAMS // heads, 1)
+    num_tiles = (kv_end > 0).sum()
+    rank = xp.argsort(xp.argsort(-kv_end, stable=True), stable=True)
+    num_rest = num_tiles % per_round
+    is_rest = (rank >= num_tiles - num_rest) & (kv_end > 0)
+    width = xp.where(is_rest, kv_end, 0).max()
+    slots, num_some = spec.max_num_slots[index], xp.maximum(num_rest, 1)
+    rounds = xp.arange(1, max(slots // per_round, 1) + 1)
+    most = xp.minimum(xp.minimum(width // tile_class.min_split_kv, MAX_NUM_SPLITS), slots // num_some)
+    parts = xp.maximum(xp.minimum(rounds * per_round // num_some, most), 1)
+    # Rounds that a number of parts takes, each with a part's keys and what an item costs besides.
+    taken = -(-num_rest * parts // per_round)
+    costs = taken * (-(-width // (parts * block_kv)) * block_kv + _PART_COST_KEYS)
+    best = xp.argmin(costs)
+    num_parts = xp.where(costs.take(best) < width, parts.take(best), 1)
+    share = kv_end.sum() * heads // NUM_PROGRAMS
+    is_even = (kv_end.max() <= share) | (num_tiles < per_round)
+    return xp.where(is_even, xp.where(is_rest, num_parts, 1), num_splits)
 
 
 def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> Any:

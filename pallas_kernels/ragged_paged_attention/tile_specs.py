@@ -29,6 +29,7 @@ from pallas_kernels.ragged_paged_attention.page_formats import num_scale_rows
 NUM_FIELDS = 8  # i32 fields of a tile or a merge; `tile_lists` names them
 WARPGROUP_ROWS = 64  # rows of one computing warpgroup of a Mosaic kernel
 BYTE_PAGE_SIZES = (32, 64)  # page sizes that a Mosaic kernel reads: one row of a page holds its scales
+NUM_PROGRAMS = 132  # programs of a Mosaic launch: one for each multiprocessor of an H100 or H200
 HEADER_LEN = 8  # counts of tiles, class by class, then the count of merges
 
 

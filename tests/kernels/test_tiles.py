@@ -26,6 +26,8 @@ from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_FIE
 
 TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
+REST = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 64, 264, cuts="rest")))
+BY_PART = BlockSizes((TileClass(32, 64, 4, 3, 128, 40, cuts="wide_by_part"),))
 
 
 def spec_for(
@@ -111,7 +113,9 @@ def check(
         assert merged[token] == set(range(0, num_tokens * spec.group, MERGE_ROWS))
 
 
-@pytest.mark.parametrize("blocks", [TWO, ONE, None], ids=["two", "one", "default"])
+@pytest.mark.parametrize(
+    "blocks", [TWO, ONE, REST, BY_PART, None], ids=["two", "one", "rest", "by_part", "default"]
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_covers_everything_once(blocks: BlockSizes | None, seed: int) -> None:
