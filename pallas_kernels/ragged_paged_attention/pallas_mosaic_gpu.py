@@ -180,7 +180,10 @@ def _kernel(*refs: Any, launch: KernelLaunch, shared: Shared, codes: Codes | tup
         else:
             _fetch(launch, inputs, shared, program, shared.rings, launch.tile_class.num_stages)
 
-    for which in range(num_converters if codes else 0):
+    if not codes:
+        return
+
+    for which in range(num_converters):
 
         @pl.when(warpgroup == num_warpgroups + 1 + which)
         def convert_items(which: int = which) -> None:

@@ -184,10 +184,10 @@ def expected_answer(inputs: Inputs) -> Expected:
     return expected
 
 
-def dense_answer(inputs: Inputs, row: int) -> tuple[slice, np.ndarray]:
-    """Return the last tokens of a row, and the dense reference's answer to them."""
+def dense_answer(inputs: Inputs, row: int, max_tokens: int = _MAX_DENSE_TOKENS) -> tuple[slice, np.ndarray]:
+    """Return the last tokens of a row, at most `max_tokens`, and the dense reference's answer to them."""
     end = int(inputs.cu_q_lens[row + 1])
-    tokens = slice(max(int(inputs.cu_q_lens[row]), end - _MAX_DENSE_TOKENS), end)
+    tokens = slice(max(int(inputs.cu_q_lens[row]), end - max_tokens), end)
     num_pages = -(-int(inputs.kv_lens[row]) // inputs.case.page_size)
     dense = reference_attention(
         np.asarray(inputs.q[tokens]),
