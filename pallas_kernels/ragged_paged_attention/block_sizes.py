@@ -7,12 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Rules for splitting key ranges. "wide": every range above one length, which follows from the work of the
-# step. "wide_by_part": the same, and parts of one position are neighbours in the list, so that programs read
-# the same keys at the same time. "rest": tiles that fill whole rounds of programs stay whole, and the others
-# are split so that they fill rounds too; where one range is longer than a program's share, as "wide_by_part".
-CUTS = ("wide", "wide_by_part", "rest")
-
 
 @dataclass(frozen=True)
 class TileClass:
@@ -29,9 +23,8 @@ class TileClass:
       mosaic: its kernel is the Mosaic one, and its rows are in head-major order (see `mosaic_class`).
       in_bytes: its kernel is a Mosaic one for pages in 8 bits: for prompts if `mosaic` is set as well (see
         `byte_prompt_class`), otherwise for decoding (see `byte_class`).
-      cuts: which key ranges are split: one of `CUTS`.
-      lazy_rescale: sums are rescaled only when a row's maximum has grown by a factor of 256 in its weights.
-      num_converters: warpgroups of `byte_prompt_class` that convert: 1, or 2 for keys and values apart.
+      fills_rounds: where this is faster, wide tiles that fill rounds of programs stay whole, and only the
+        rest of them is split (`tile_lists`). Otherwise every range above one length is split.
     """
 
     rows: int
@@ -43,9 +36,7 @@ class TileClass:
     whole_loop: bool = True
     mosaic: bool = False
     in_bytes: bool = False
-    cuts: str = "wide"
-    lazy_rescale: bool = False
-    num_converters: int = 1
+    fills_rounds: bool = False
 
     @property
     def decodes_bytes(self) -> bool:
@@ -61,7 +52,13 @@ class BlockSizes:
 
 
 def mosaic_class(
-    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
+    rows: int,
+    block_kv: int,
+    num_stages: int,
+    min_split_kv: int,
+    target_programs: int,
+    *,
+    fills_rounds: bool = False,
 ) -> TileClass:
     """Return a class of the Mosaic kernel: 64 rows per computing warpgroup, and one warpgroup that fetches.
 
@@ -71,9 +68,11 @@ def mosaic_class(
       num_stages: blocks of keys and of values in shared memory.
       min_split_kv: as in `TileClass`.
       target_programs: as in `TileClass`; here the items that a fixed number of programs share.
+      fills_rounds: as in `TileClass`.
     """
     num_warps = 4 * (rows // 64 + 1)
-    return TileClass(rows, block_kv, num_warps, num_stages, min_split_kv, target_programs, mosaic=True)
+    sizes = (rows, block_kv, num_warps, num_stages, min_split_kv, target_programs)
+    return TileClass(*sizes, mosaic=True, fills_rounds=fills_rounds)
 
 
 def byte_class(
@@ -96,7 +95,13 @@ def byte_class(
 
 
 def byte_prompt_class(
-    rows: int, block_kv: int, num_stages: int, min_split_kv: int, target_programs: int
+    rows: int,
+    block_kv: int,
+    num_stages: int,
+    min_split_kv: int,
+    target_programs: int,
+    *,
+    fills_rounds: bool = False,
 ) -> TileClass:
     """Return a class as `mosaic_class` does, for pages in 8 bits, with one more warpgroup that converts.
 
@@ -106,10 +111,11 @@ def byte_prompt_class(
       num_stages: converted blocks of keys and of values in shared memory; codes use the rest.
       min_split_kv: as in `TileClass`.
       target_programs: as in `mosaic_class`.
+      fills_rounds: as in `TileClass`.
     """
     num_warps = 4 * (rows // 64 + 2)
     sizes = (rows, block_kv, num_warps, num_stages, min_split_kv, target_programs)
-    return TileClass(*sizes, mosaic=True, in_bytes=True)
+    return TileClass(*sizes, mosaic=True, in_bytes=True, fills_rounds=fills_rounds)
 
 
 # Unless pages are in 8 bits, Triton computes steps of at most this many tokens, or with fewer decoding tiles
@@ -176,7 +182,8 @@ def default_block_sizes(
         # Shared memory holds one computing warpgroup with three blocks each of 128 keys and values, or two
         # with two. There are two items for each program: a prompt of 2048 tokens has enough without splits.
         # Four were more even, but cost the prompt more in merges than they saved (lab/log/2026-11.md).
-        few, many = mosaic_class(64, 128, 3, 256, 264), mosaic_class(128, 128, 2, 1024, 264)
+        few = mosaic_class(64, 128, 3, 256, 264)
+        many = mosaic_class(128, 128, 2, 1024, 264, fills_rounds=True)
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
     if num_tokens * group <= 4 * small_rows or small_rows >= (64 if must_save else 128):
         return BlockSizes((small,))
@@ -212,7 +219,8 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
     # two use this kernel, too.
     if num_tokens <= _MOSAIC_FEW_TOKENS:
         return BlockSizes((small, byte_prompt_class(64, 128, 2, 256, 264)))
-    return BlockSizes((small, byte_prompt_class(128, 64, 3, 1024, 264)))
+    many = byte_prompt_class(128, 64, 3, 1024, 264, fills_rounds=True)
+    return BlockSizes((small, many))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:

@@ -71,9 +71,6 @@ class InterpretedThreads:
     def subtract_halves(self, a: Any, b: int) -> Any:
         return _joined(_halves(a) - _halves(jnp.full_like(a, _signed(b))))
 
-    def multiply_halves(self, a: Any, b: Any) -> Any:
-        return _joined(_halves(a) * _halves(b))
-
     def halves_of_e4m3(self, word: Any, which: int) -> Any:
         """Return the first or the last two of four e4m3 numbers as float16."""
         codes = _bytes(word)[:, 2 * which : 2 * which + 2]

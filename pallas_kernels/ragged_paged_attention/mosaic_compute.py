@@ -35,15 +35,12 @@ from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     Shared,
     for_each_item,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_rescale import rescale_if_needed
 from pallas_kernels.ragged_paged_attention.mosaic_results import store_rows
 from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS
 
 # Hidden scores, and an initial maximum above these and below all visible scores: a row that has seen only
 # hidden scores has weights of zero.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
-# With `lazy_rescale` a maximum is replaced only if weights could exceed 2 to this power otherwise.
-_MOST_GROWTH = 8.0
 _LAYOUT = plgpu.Layout.WGMMA
 # A thread holds two adjacent columns of every eight.
 _OWN_COLUMNS = 8
@@ -204,13 +201,7 @@ class _Rows:
         self.free_values(block - 1)
         new_weights = new_weights.astype(self.launch.dtype)
         total = total * _in_columns(alpha, total) + weight
-        return self.rescale(acc, alpha), m, total, new_weights
-
-    def rescale(self, acc: Any, alpha: Any) -> Any:
-        """Return the sums in units of the new maximum."""
-        if self.launch.tile_class.lazy_rescale and not self.launch.interpret:
-            return rescale_if_needed(acc, alpha)
-        return acc * _in_columns(alpha, acc)
+        return acc * _in_columns(alpha, acc), m, total, new_weights
 
     def overlapped(
         self, refs: tuple[Any, ...], *, weights: Any, block: Any, weigh: Callable[[Any], tuple[Any, ...]]
@@ -309,8 +300,6 @@ class _Rows:
         if masked:
             scores = self.mask(scores, block)
         m_new = jnp.maximum(m, _in_threads(jnp.maximum, scores).max(axis=1))
-        if self.launch.tile_class.lazy_rescale:
-            m_new = jnp.where((m_new - m) * self.launch.scale > _MOST_GROWTH, m_new, m)
         # The scale is positive, so it may be applied after the maximum, as one multiply-add.
         weights = jnp.exp2(scores * scale - _in_columns(m_new * scale, scores))
         return m_new, jnp.exp2((m - m_new) * scale), weights, _in_threads(jnp.add, weights)

@@ -16,12 +16,10 @@ conflict in pairs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -54,7 +52,10 @@ def convert(launch: KernelLaunch, inputs: Inputs, shared: Shared, codes: Codes, 
     the values of an item's last block are converted with the next item that has keys. An item without keys in
     between would wait forever; therefore `tile_lists` puts these last.
     """
-    keys, values = _pairs_of_rings(launch, shared, codes, (0, 1))
+    keys, values = zip(codes, shared.rings, strict=True)
+    for stage in range(launch.num_code_stages):
+        for source in codes:
+            plgpu.barrier_arrive(source.free.at[stage])
 
     def convert_item(_i: Any, item: Item, blocks_before: Any) -> None:
         @pl.loop(0, item.num_blocks(launch))
@@ -65,37 +66,9 @@ def convert(launch: KernelLaunch, inputs: Inputs, shared: Shared, codes: Codes, 
 
     _, num_blocks = for_each_item(launch, inputs, program, convert_item)
     pl.when(num_blocks > 0)(lambda: _convert(launch, *values, num_blocks - 1))
-    _await_last(launch, (keys, values))
-
-
-def convert_one(
-    launch: KernelLaunch, inputs: Inputs, shared: Shared, codes: Codes, program: Any, which: int
-) -> None:
-    """Convert only the keys (`which` is 0) or only the values (1) of all items of a program."""
-    (pair,) = _pairs_of_rings(launch, shared, codes, (which,))
-
-    def convert_item(_i: Any, item: Item, blocks_before: Any) -> None:
-        pl.loop(0, item.num_blocks(launch))(lambda n: _convert(launch, *pair, blocks_before + n))
-
-    for_each_item(launch, inputs, program, convert_item)
-    _await_last(launch, (pair,))
-
-
-def _pairs_of_rings(
-    launch: KernelLaunch, shared: Shared, codes: Codes, which: tuple[int, ...]
-) -> list[tuple[BlockRing, BlockRing]]:
-    """Return rings of codes with the rings of their numbers, once all stages of codes are free."""
-    pairs = [(codes[i], shared.rings[i]) for i in which]
-    for stage in range(launch.num_code_stages):
-        for source, _ in pairs:
-            plgpu.barrier_arrive(source.free.at[stage])
-    return pairs
-
-
-def _await_last(launch: KernelLaunch, pairs: tuple[tuple[BlockRing, BlockRing], ...]) -> None:
-    """Wait for every arrival, also the last ones."""
+    # Wait for every arrival, also the last ones.
     for stage in range(launch.tile_class.num_stages):
-        for _, target in pairs:
+        for target in shared.rings:
             plgpu.barrier_wait(target.free.at[stage])
 
 
@@ -103,7 +76,7 @@ def _convert(launch: KernelLaunch, source: BlockRing, target: BlockRing, block: 
     """Convert the keys, or the values, of a block; blocks are counted over all items."""
     kv_dtype = launch.spec.kv_dtype
     assert kv_dtype is not None
-    rows = CodeRows(kv_dtype, launch.spec.page_size, launch.tile_class.block_kv, launch.dtype == jnp.float16)
+    rows = CodeRows(kv_dtype, launch.spec.page_size, launch.tile_class.block_kv)
     stage, code_stage = launch.stage_of(block), launch.code_stage_of(block)
     program: Callable[..., Any] = lambda threads, refs, *_: convert_rows(threads, rows, *refs)  # noqa: E731
     refs = [source.blocks.at[code_stage], source.scales.at[code_stage], target.blocks.at[stage]]
@@ -120,19 +93,11 @@ def _convert(launch: KernelLaunch, source: BlockRing, target: BlockRing, block: 
 
 @dataclass(frozen=True)
 class CodeRows:
-    """Static parameters of a block.
-
-    Attributes:
-      kv_dtype: the pages' format.
-      page_size: tokens of a page.
-      block_kv: keys of a block.
-      in_halves: numbers become float16 instead of bfloat16.
-    """
+    """Static parameters of a block: the pages' format, the tokens of a page, and the block's keys."""
 
     kv_dtype: str
     page_size: int
     block_kv: int
-    in_halves: bool = False
 
     @property
     def warp_keys(self) -> int:
@@ -152,10 +117,6 @@ def convert_rows(threads: Any, rows: CodeRows, codes: Any, scales: Any, target: 
     """
     begin = threads.warp * rows.warp_keys
     own_scale = _scale_of(threads, rows, scales, begin + (threads.lane & (rows.warp_keys - 1)))
-    numbers = functools.partial(_numbers, threads, rows.kv_dtype)
-    if rows.in_halves:
-        own_scale = threads.pack_halves(own_scale, own_scale)
-        numbers = functools.partial(_halves, threads, rows.kv_dtype)
     chunk = threads.lane & 7
     row = (threads.lane >> 3) ^ (chunk >> 2)
     # Slots of the first eight rows; later rows are a constant further.
@@ -173,7 +134,7 @@ def convert_rows(threads: Any, rows: CodeRows, codes: Any, scales: Any, target: 
     for i, first in enumerate(firsts):
         loaded += [load(ahead) for ahead in firsts[i + _AHEAD : i + _AHEAD + 1]]
         scale, words = loaded[i]
-        pairs = [pair for word in words for pair in numbers(word, scale)]
+        pairs = [pair for word in words for pair in _numbers(threads, rows.kv_dtype, word, scale)]
         for h in range(2):
             slot = slots[i % 2][h] + 2 * HEAD_DIM * (first & ~7)
             threads.store_words(target, slot, pairs[4 * h : 4 * h + 4])
@@ -197,15 +158,3 @@ def _numbers(threads: Any, kv_dtype: str, word: Any, scale: Any) -> list[Any]:
         halves = [threads.halves_of_e4m3(word, which) for which in range(2)]
         floats = [threads.float_of_half(pair, which) * scale for pair in halves for which in range(2)]
     return [threads.pack_bfloat16(*floats[i : i + 2]) for i in (0, 2)]
-
-
-def _halves(threads: Any, kv_dtype: str, word: Any, scales: Any) -> list[Any]:
-    """Return four codes times a scale, as two pairs of float16; `scales` is the scale twice, as float16."""
-    if kv_dtype == "int8":
-        # As the low byte of a float16 from 1,024, a code with its sign flipped adds itself plus 128.
-        word = word ^ _FLIPPED_SIGNS
-        pairs = [threads.permute_bytes(word, 0x6464, selector) for selector in (0x4140, 0x4342)]
-        pairs = [threads.subtract_halves(pair, 0x64806480) for pair in pairs]
-    else:
-        pairs = [threads.halves_of_e4m3(word, which) for which in range(2)]
-    return [threads.multiply_halves(pair, scales) for pair in pairs]

@@ -159,10 +159,6 @@ class MosaicThreads:
         """Subtract two float16 from two others."""
         return _assembly("sub.rn.f16x2 $0, $1, $2;", _i32(), a, b)
 
-    def multiply_halves(self, a: Register, b: Register) -> Register:
-        """Multiply two float16 by two others."""
-        return _assembly("mul.rn.f16x2 $0, $1, $2;", _i32(), a, b)
-
     def halves_of_e4m3(self, word: Register, which: int) -> Register:
         """Return the first or the last two of four e4m3 numbers as float16."""
         part = "low" if which == 0 else "high"

@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.ragged_paged_attention import mosaic_launch
 from pallas_kernels.ragged_paged_attention.mosaic_bytes import byte_attention_of
 from pallas_kernels.ragged_paged_attention.mosaic_compute import compute
-from pallas_kernels.ragged_paged_attention.mosaic_convert import convert, convert_one
+from pallas_kernels.ragged_paged_attention.mosaic_convert import convert
 from pallas_kernels.ragged_paged_attention.mosaic_launch import (
     COLUMNS,
     TILES,
@@ -49,8 +49,6 @@ from pallas_kernels.ragged_paged_attention.tile_specs import WARPGROUP_ROWS, Til
 # warpgroups. Together they fill the register file. A program of only two warpgroups needs no entry, since its
 # threads already have the most registers that a thread may have.
 _REGISTERS, _BYTE_REGISTERS = {2: (240, 24)}, {1: (240, 24, 128), 2: (216, 24, 56)}
-# The same with two converting warpgroups. Five warpgroups begin with 96 registers per thread each, not 102.
-_TWO_CONVERTERS_REGISTERS = (176, 24, 48)
 
 # The bytes that `TILES` describes, seen row by row: queries are copied in runs of rows.
 _ROWS = (plgpu.TilingTransform((COLUMNS,)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
@@ -130,7 +128,7 @@ def _attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]:
         scratch_types={"shared": shared, "codes": _codes(launch) if tile_class.in_bytes else ()},
         grid=(mosaic_launch.NUM_PROGRAMS,),
         grid_names=("program",),
-        num_threads=num_warpgroups + 1 + tile_class.in_bytes * tile_class.num_converters,
+        num_threads=num_warpgroups + 1 + tile_class.in_bytes,
         thread_name="warpgroup",
         # The kernel has its own barriers where plain accesses of a warpgroup reuse shared memory. Maxima and
         # sums of rows are reduced over a few lanes, which needs no shared memory.
@@ -160,9 +158,6 @@ def _kernel(*refs: Any, launch: KernelLaunch, shared: Shared, codes: Codes | tup
     inputs, num_warpgroups = Inputs(*refs), launch.num_warpgroups
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     registers: Any = (_BYTE_REGISTERS if codes else _REGISTERS).get(num_warpgroups)
-    num_converters = launch.tile_class.num_converters
-    if codes and num_converters == 2:
-        registers = _TWO_CONVERTERS_REGISTERS
     registers = None if launch.interpret else registers
 
     @pl.when(warpgroup < num_warpgroups)
@@ -180,19 +175,13 @@ def _kernel(*refs: Any, launch: KernelLaunch, shared: Shared, codes: Codes | tup
         else:
             _fetch(launch, inputs, shared, program, shared.rings, launch.tile_class.num_stages)
 
-    if not codes:
-        return
+    if codes:
 
-    for which in range(num_converters):
-
-        @pl.when(warpgroup == num_warpgroups + 1 + which)
-        def convert_items(which: int = which) -> None:
+        @pl.when(warpgroup == num_warpgroups + 1)
+        def convert_items() -> None:
             if registers:
                 plgpu.set_max_registers(registers[2], action="decrease")
-            if num_converters == 1:
-                convert(launch, inputs, shared, codes, program)
-            else:
-                convert_one(launch, inputs, shared, codes, program, which)
+            convert(launch, inputs, shared, codes, program)
 
 
 def _fetch(

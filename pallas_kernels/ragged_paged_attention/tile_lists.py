@@ -20,7 +20,9 @@ from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, ME
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, NUM_PROGRAMS, TileSpec
 
 _MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not distinguish wider ones
-_PART_COST_KEYS = 512  # keys that a program could compute in the time that one more part of a tile takes
+# Keys that a program could compute in the time that an item takes besides its keys: a whole tile, a part.
+# They follow from the times of eleven lists on an H200, as does the shortest part that is worth its merge.
+_WHOLE_KEYS, _PART_KEYS, _LEAST_PART = 256, 512, 512
 _MANY = 2**30  # above every sort key of a tile, and every length
 # Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
@@ -78,7 +80,8 @@ def _class_lists(
 ) -> tuple[Any, Any, Any, Any]:
     """Return the number of tiles, the tiles, the number of merges and the merges of one class.
 
-    Tiles are ordered by the width of their key range, the widest first; those of prompts as in `_by_row`.
+    Tiles are ordered by the width of their key range, the widest first; those of prompts as in `_by_row`,
+    unless they fill rounds of programs.
     """
     tile_class, tokens = spec.blocks.classes[index], spec.tile_tokens(spec.blocks.classes[index])
     fixed = xp is not np
@@ -95,8 +98,9 @@ def _class_lists(
     block_kv = tile_class.block_kv
     longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // spec.max_num_slots[index]))
     num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
-    if tile_class.cuts == "rest":
-        num_splits = _splits_of_rest(xp, spec, index, kv_end, num_splits)
+    fills: Any = False
+    if tile_class.fills_rounds and (fixed or kv_end.max() >= 2 * _LEAST_PART):
+        num_splits, fills = _fill_rounds(xp, spec, index, kv_end, num_splits)
     chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
     num_splits = xp.maximum(-(-kv_end // chunk), 1)
     num_slots = num_splits * (num_splits > 1)
@@ -114,12 +118,12 @@ def _class_lists(
     # In 16 bits numpy uses a radix sort, several times faster. Widths are clipped to 16 bits: a larger one
     # would be sorted after the padding, whose width is -1 block.
     narrowness = (-xp.minimum(width // block_kv, _MAX_BLOCKS - 1)).astype(np.int16)
-    if 0 < index == len(spec.blocks.classes) - 1:
-        narrowness = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
-    order = xp.argsort(narrowness, stable=True)
-    if tile_class.cuts != "wide":
-        by_part = xp.argsort(xp.where(width > 0, part, _MANY), stable=True)  # tiles without keys last
-        order = by_part.take(xp.argsort(narrowness.take(by_part), stable=True))
+    keys = narrowness
+    if 0 < index == len(spec.blocks.classes) - 1 and (fixed or not fills):
+        keys = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
+    if tile_class.fills_rounds and (fixed or fills):
+        keys = xp.where(fills, _by_width_and_part(xp, narrowness, width, part), keys)
+    order = xp.argsort(keys, stable=True)
     tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
     real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has one
@@ -136,32 +140,62 @@ def _class_lists(
     return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
 
 
-def _splits_of_rest(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: Any) -> Any:
-    """Return the parts of each tile if tiles that fill whole rounds of programs are to stay whole.
+def _fill_rounds(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: Any) -> tuple[Any, Any]:
+    """Return the parts of each tile, and whether they fill rounds of programs; else they are `num_splits`.
 
-    The narrowest tiles, which are left, are cut into as many parts as fill some rounds, if that is shorter.
-    Where a range is longer than a program's share of all work, the result is `num_splits`.
+    Of the tiles with more than half as many keys as the widest, those that fill whole rounds stay whole, and
+    so do narrower ones. The narrowest of the wide tiles, which are left, are cut into as many parts as fill
+    some rounds. This is taken if its busiest program has less to do than with `num_splits`, and never for
+    ranges that are too short to be cut.
     """
-    tile_class = spec.blocks.classes[index]
-    block_kv, heads = tile_class.block_kv, spec.num_kv_heads
+    block_kv, heads = spec.blocks.classes[index].block_kv, spec.num_kv_heads
     per_round = max(NUM_PROGRAMS // heads, 1)
-    num_tiles = (kv_end > 0).sum()
+    is_wide = 2 * kv_end > kv_end.max()
+    num_wide = is_wide.sum()
+    num_rest = num_wide % per_round
     rank = xp.argsort(xp.argsort(-kv_end, stable=True), stable=True)
-    num_rest = num_tiles % per_round
-    is_rest = (rank >= num_tiles - num_rest) & (kv_end > 0)
+    is_rest = is_wide & (rank >= num_wide - num_rest)
     width = xp.where(is_rest, kv_end, 0).max()
     slots, num_some = spec.max_num_slots[index], xp.maximum(num_rest, 1)
     rounds = xp.arange(1, max(slots // per_round, 1) + 1)
-    most = xp.minimum(xp.minimum(width // tile_class.min_split_kv, MAX_NUM_SPLITS), slots // num_some)
+    most = xp.minimum(xp.minimum(width // _LEAST_PART, MAX_NUM_SPLITS), slots // num_some)
     parts = xp.maximum(xp.minimum(rounds * per_round // num_some, most), 1)
-    # Rounds that a number of parts takes, each with a part's keys and what an item costs besides.
     taken = -(-num_rest * parts // per_round)
-    costs = taken * (-(-width // (parts * block_kv)) * block_kv + _PART_COST_KEYS)
-    best = xp.argmin(costs)
-    num_parts = xp.where(costs.take(best) < width, parts.take(best), 1)
-    share = kv_end.sum() * heads // NUM_PROGRAMS
-    is_even = (kv_end.max() <= share) | (num_tiles < per_round)
-    return xp.where(is_even, xp.where(is_rest, num_parts, 1), num_splits)
+    costs = taken * (-(-width // (parts * block_kv)) * block_kv + _PART_KEYS)
+    filling = xp.where(is_rest, parts.take(xp.argmin(costs)), 1)
+    busiest = [_busiest_keys(xp, spec, index, kv_end, splits) for splits in (filling, num_splits)]
+    fills = (busiest[0] < busiest[1]) & (kv_end.max() >= 2 * _LEAST_PART)
+    return xp.where(fills, filling, num_splits), fills
+
+
+def _busiest_keys(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: Any) -> Any:
+    """Return the busiest program's work in keys, if tiles have these parts and the widest come first."""
+    block_kv, heads = spec.blocks.classes[index].block_kv, spec.num_kv_heads
+    chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
+    num_parts = -(-kv_end // chunk)
+    costs = chunk + xp.where(num_parts > 1, _PART_KEYS, _WHOLE_KEYS)
+    order = xp.argsort(-costs)
+    total = num_parts.sum() * heads
+    most = total if xp is np else heads * spec.max_num_tiles[index]
+    size = most + -most % NUM_PROGRAMS
+    if xp is np:
+        items = np.zeros(size, np.int32)
+        items[:total] = costs.take(order).repeat(num_parts.take(order) * heads)
+    else:
+        items = xp.repeat(costs.take(order), num_parts.take(order) * heads, total_repeat_length=size)
+        items = xp.where(xp.arange(size) < total, items, 0)
+    rounds = items.reshape(-1, NUM_PROGRAMS)
+    # As the kernel deals items out: in alternating directions.
+    return (rounds[::2].sum(axis=0) + rounds[1::2].sum(axis=0)[::-1]).max()
+
+
+def _by_width_and_part(xp: Any, narrowness: Any, width: Any, part: Any) -> Any:
+    """Return sort keys by which equally wide parts of one position, which read the same keys, are neighbours.
+
+    Tiles without keys come last, and after them the padding, whose width is -1 block.
+    """
+    keys = narrowness.astype(np.int32) * MAX_NUM_SPLITS + part
+    return xp.where(width > 0, keys, xp.where(width < 0, 2, 1) * MAX_NUM_SPLITS)
 
 
 def _by_row(xp: Any, narrowness: Any, row: Any, q_lens: Any, kv_lens: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -153,11 +152,6 @@ def attention(
         pytest.param(
             FEW_ROWS, Heads(2, 1, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 128, 4),), PADDED,
             id="alone",
-        ),
-        pytest.param(
-            FEW_ROWS, Heads(2, 1, 128), 32, "int8",
-            (replace(byte_prompt_class(128, 64, 3, 128, 4), num_converters=2),), ONE_TOKEN,
-            id="two_converters",
         ),
         pytest.param(
             ROWS, Heads(4, 1, 128), 32, "int8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -26,8 +27,7 @@ from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_FIE
 
 TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
-REST = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 64, 264, cuts="rest")))
-BY_PART = BlockSizes((TileClass(32, 64, 4, 3, 128, 40, cuts="wide_by_part"),))
+FILLING = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 64, 264, fills_rounds=True)))
 
 
 def spec_for(
@@ -113,9 +113,7 @@ def check(
         assert merged[token] == set(range(0, num_tokens * spec.group, MERGE_ROWS))
 
 
-@pytest.mark.parametrize(
-    "blocks", [TWO, ONE, REST, BY_PART, None], ids=["two", "one", "rest", "by_part", "default"]
-)
+@pytest.mark.parametrize("blocks", [TWO, ONE, FILLING, None], ids=["two", "one", "filling", "default"])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_covers_everything_once(blocks: BlockSizes | None, seed: int) -> None:
@@ -128,7 +126,7 @@ def test_covers_everything_once(blocks: BlockSizes | None, seed: int) -> None:
     check(spec, out, *batch)
 
 
-@pytest.mark.parametrize("blocks", [TWO, ONE], ids=["two", "one"])
+@pytest.mark.parametrize("blocks", [TWO, ONE, FILLING], ids=["two", "one", "filling"])
 def test_host_and_device_builders_agree(blocks: BlockSizes) -> None:
     spec = spec_for(400, 20, blocks)
     traced = jax.jit(lambda *batch: build_tiles_traced(spec, *batch))
@@ -202,6 +200,99 @@ def test_prompts_come_row_by_row_and_are_dealt_evenly(lens: list[int]) -> None:
     items = np.pad(items, (0, -len(items) % (2 * NUM_PROGRAMS))).reshape(-1, 2, NUM_PROGRAMS)
     loads = (items[:, 0] + items[:, 1, ::-1]).sum(axis=0)
     assert loads.max() < 1.05 * loads.mean()
+
+
+def prompt_spec(num_tokens: int, max_num_seqs: int, *, fills_rounds: bool, heads: int = 10) -> TileSpec:
+    """Return the spec of the Mosaic kernel for prompts, with or without the rule."""
+    spec = tile_spec(
+        num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=4 * heads, num_kv_heads=heads,
+        head_dim=128, page_size=32, dtype="bfloat16", backend="pallas_mosaic_gpu",
+    )  # fmt: skip
+    assert spec.blocks.classes[-1].fills_rounds
+    last = replace(spec.blocks.classes[-1], fills_rounds=fills_rounds)
+    return replace(spec, blocks=BlockSizes((*spec.blocks.classes[:-1], last)))
+
+
+def list_of(spec: TileSpec, rows: list[tuple[int, int]]) -> np.ndarray:
+    """Return the checked tiles of the last class for rows of (query length, context)."""
+    missing = spec.max_num_seqs - len(rows)
+    cu = np.cumsum([0, *(q for q, _ in rows), *[0] * missing]).astype(np.int32)
+    kv_lens = np.array([kv for _, kv in rows] + [0] * missing, np.int32)
+    num_seqs = np.array([len(rows)], np.int32)
+    tiles = build_tiles(spec, cu, kv_lens, num_seqs)
+    check(spec, tiles, cu, kv_lens, num_seqs)
+    index = len(spec.blocks.classes) - 1
+    return tiles[spec.tiles_offset(index) :][: tiles[index] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
+
+
+def busiest_keys(tiles: np.ndarray, heads: int) -> int:
+    """Return the work of the busiest program as the Mosaic kernel deals items out, in keys.
+
+    An item takes as long as 256 keys besides its own, and a part of a tile as long as 512.
+    """
+    widths = tiles[:, fields.KV_END] - tiles[:, fields.KV_BEGIN]
+    items = np.repeat(widths + np.where(tiles[:, fields.SLOT] >= 0, 512, 256), heads)
+    loads = np.zeros(NUM_PROGRAMS, np.int64)
+    for number, item in enumerate(items):
+        turn, place = divmod(number, NUM_PROGRAMS)
+        loads[place if turn % 2 == 0 else NUM_PROGRAMS - 1 - place] += item
+    return int(loads.max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_whole", "num_parts"),
+    [
+        ([(512, 8512)], 13, 12),
+        ([(512, 20512)], 13, 12),
+        ([(1024, 21024)], 26, 12),
+        ([(256, 9000), (256, 9000)], 13, 12),
+        ([(512, 8512), (64, 64), (96, 200)], 13 + 5, 12),
+        ([(2048, 22048)], 64, 0),
+    ],
+)
+def test_wide_tiles_of_whole_rounds_stay_whole(
+    rows: list[tuple[int, int]], num_whole: int, num_parts: int
+) -> None:
+    """Of 10 heads 13 tiles fill a round of 132 programs; the parts of what is left fill another."""
+    num_tokens = sum(q for q, _ in rows)
+    tiles = list_of(prompt_spec(num_tokens, 4, fills_rounds=True), rows)
+    is_part = tiles[:, fields.SLOT] >= 0
+    assert ((~is_part).sum(), is_part.sum()) == (num_whole, num_parts)
+    before = list_of(prompt_spec(num_tokens, 4, fills_rounds=False), rows)
+    if num_parts:
+        assert busiest_keys(tiles, 10) < 0.92 * busiest_keys(before, 10)
+    else:
+        np.testing.assert_array_equal(tiles, before)
+
+
+@pytest.mark.parametrize("lens", [[2048], [512], [1000], [2048] * 4, [8192], [3000, 700, 2048, 65]])
+@pytest.mark.parametrize("heads", [10, 40])
+def test_prompts_without_history_are_divided_as_without_the_rule(lens: list[int], heads: int) -> None:
+    rows = [(length, length) for length in lens]
+    found = [
+        list_of(prompt_spec(sum(lens), 4, fills_rounds=fills, heads=heads), rows) for fills in (True, False)
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_filling_rounds_takes_no_longer(seed: int) -> None:
+    """Mixed rows as well: the rule is taken only where the busiest program has less to do."""
+    rng = np.random.default_rng(seed)
+    num_tokens, heads = int(rng.integers(257, 3000)), int(rng.choice([4, 5, 8, 10, 40]))
+    rows = []
+    left = num_tokens
+    for _ in range(int(rng.integers(1, 6))):
+        q_len = int(rng.integers(0, left + 1))
+        rows.append((q_len, q_len + int(rng.integers(0, rng.choice([2, 1000, 30_000])))))
+        left -= q_len
+    with_rule, without = (
+        busiest_keys(list_of(prompt_spec(num_tokens, 6, fills_rounds=fills, heads=heads), rows), heads)
+        for fills in (True, False)
+    )
+    block_kv = 128  # lists are compared in whole blocks
+    assert with_rule <= without + 6 * block_kv, rows
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16])

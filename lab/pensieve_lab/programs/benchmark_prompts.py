@@ -5,10 +5,9 @@
 A variant is a compiled kernel and a rule by which its work is divided (`kernels/prompt_variants.py`). All
 rules share a kernel's program, so that few programs are compiled, on a thread per core. Every answer is
 compared before it is timed: whole with the first variant's of its pages, and the last tokens of the longest
-row with the dense reference. Kernels that leave out a part of the work are not compared; they show what the
-rest takes. Variants that fail are reported and do not stop the others; one that is wrong is not timed. Times
-are medians of calls of about `--target_ms`, taken in turns so that a change of the clock meets all. The last
-line is one JSON document. Exit status 1 if an answer is wrong or a kernel fails.
+row with the dense reference. Variants that fail are reported and do not stop the others; one that is wrong is
+not timed. Times are medians of calls of about `--target_ms`, taken in turns so that a change of the clock
+meets all. The last line is one JSON document. Exit status 1 if an answer is wrong or a kernel fails.
 """
 
 from __future__ import annotations
@@ -33,13 +32,10 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 from pensieve_lab.kernels.cases import TOLERANCE, Inputs, dense_answer, largest_difference, make_inputs
 from pensieve_lab.kernels.prompt_variants import (
     CUTS,
-    EVERYWHERE,
     KERNELS,
-    Kernel,
     describe,
     flop_of,
     function_of,
-    leaving_out,
     predicted_us,
     spec_of,
     tiles_of,
@@ -64,8 +60,6 @@ _BUCKETS: dict[tuple[int, int], dict[str, tuple[tuple[int, int], ...]]] = {
 }
 _LARGEST = ((2048, 22048),)  # its pages are the pool
 _NUM_DENSE_TOKENS = 32
-_NUM_GROUPS = 3
-_OTHERS = ((8192, 4), (32, 20))  # without history, and decoding
 
 
 class Batch(NamedTuple):
@@ -136,17 +130,10 @@ def compile_all(
         rows = (shape(max_rows), shape(max_rows, _MAX_PAGES), shape(max_rows + 1), shape(1))
         chain = jax.jit(chain_of(function_of(kernel, spec)))
 
-        def lower() -> Any:
-            with leaving_out(kernel.without):
-                return chain.lower(shape(), queries, inputs.pool, shape(spec.tiles_len), *rows)
-
-        return lower
+        return lambda: chain.lower(shape(), queries, inputs.pool, shape(spec.tiles_len), *rows)
 
     for bucket, cases in _BUCKETS.items():
         for name in FLAGS.kernels:
-            is_once = KERNELS[name].without or KERNELS[name].is_alone
-            if (bucket in _OTHERS and name not in EVERYWHERE) or (is_once and bucket != next(iter(_BUCKETS))):
-                continue
             if not set(FLAGS.cases or cases) & set(cases):
                 continue
             if time.perf_counter() - began > FLAGS.compile_limit_s:
@@ -164,7 +151,7 @@ def prepare(
     queries = [jnp.copy(batch.inputs.q) for _ in range(_UNROLLED)]
     seen: dict[bytes, str] = {}
     for cuts_name in FLAGS.cuts:
-        tiles = tiles_of(kernel, spec, CUTS[cuts_name], batch.rows)
+        tiles = tiles_of(kernel, spec, cuts_name, batch.rows)
         same = seen.setdefault(tiles.tobytes(), cuts_name)
         predicted = predicted_us(kernel, spec, tiles, batch.rows)
         found: dict[str, Any] = {"case": batch.name, "kernel": name, "cuts": cuts_name}
@@ -178,13 +165,11 @@ def prepare(
             return compiled(jnp.int32(num_rounds), queries, *arguments)
 
         out = jax.block_until_ready(call(1))[0]
-        is_right = True
-        if not kernel.without:
-            tokens, dense = batch.expected
-            first = answers.setdefault(f"{batch.name} {kernel.kv_dtype}", out)
-            differences = [largest_difference(out, first), largest_difference(out[tokens], dense)]
-            found["max_error"] = float(np.max([float(x) for x in differences]))
-            found["is_right"] = is_right = bool(found["max_error"] < TOLERANCE[_DTYPE])
+        tokens, dense = batch.expected
+        first = answers.setdefault(f"{batch.name} {kernel.kv_dtype}", out)
+        differences = [largest_difference(out, first), largest_difference(out[tokens], dense)]
+        found["max_error"] = float(np.max([float(x) for x in differences]))
+        found["is_right"] = is_right = bool(found["max_error"] < TOLERANCE[_DTYPE])
         num_rounds = max(1, round(1e3 * FLAGS.target_ms / (predicted * _UNROLLED)))
         yield Timed(call, num_rounds if is_right else 0, found)
 
@@ -211,22 +196,15 @@ def measure(variants: list[Timed], work: float) -> None:
         print(f"{found['case']:14} {name:30} {said:38} {rest}", flush=True)
 
 
-def group_of(kernel: Kernel) -> int:
-    """Return when a kernel is run: bfloat16 first, then what is least changed in 8 bits, then the others."""
-    if kernel.kv_dtype is None:
-        return 0
-    return 1 if kernel.prompts.num_converters == 1 and not kernel.in_halves else 2
-
-
-def run_group(
+def run_all(
     programs: list[tuple[str, tuple[int, int], Future[Any]]],
     whole: dict[str | None, Inputs],
-    batches: dict[tuple[str | None, str], Batch],
-    answers: dict[str, jax.Array],
     began: float,
 ) -> list[dict[str, Any]]:
-    """Check the kernels of a group on their cases, time them case by case, and return the results."""
+    """Check the kernels on their cases, time them case by case, and return the results."""
     results: list[dict[str, Any]] = []
+    batches: dict[tuple[str | None, str], Batch] = {}
+    answers: dict[str, jax.Array] = {}
     ready: dict[str, list[Timed]] = {}
     for name, bucket, future in programs:
         for case, rows in _BUCKETS[bucket].items():
@@ -268,17 +246,11 @@ def main() -> int:
         most = max(num_tokens for num_tokens, _ in _BUCKETS)
         q = jax.random.normal(jax.random.key(FLAGS.seed), (most, *found.q.shape[1:]), jnp.float32)
         whole[kv_dtype] = found._replace(q=q.astype(_DTYPE))
-    results: list[dict[str, Any]] = []
     print(f"{device_name()}, {time.perf_counter() - began:.1f} s", flush=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = list(compile_all(pool, whole, began))
         print(f"lowered {len(programs)} programs, {time.perf_counter() - began:.1f} s", flush=True)
-        batches: dict[tuple[str | None, str], Batch] = {}
-        answers: dict[str, jax.Array] = {}
-        for group in range(_NUM_GROUPS):  # a kernel that never ends must not stop those that are known
-            some = [program for program in programs if group_of(KERNELS[program[0]]) == group]
-            results += run_group(some, whole, batches, answers, began)
-            print(f"group {group}, {time.perf_counter() - began:.1f} s", flush=True)
+        results = run_all(programs, whole, began)
     units = {"us": "median microseconds of a call", "predicted_us": "microseconds of the model"}
     print_document(json_line("prompt_variants", {"measurements": results}, units=units, device=device_name()))
     return 0 if all(result.get("is_right", True) for result in results) else EXIT_FAILED
