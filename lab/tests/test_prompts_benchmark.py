@@ -38,14 +38,14 @@ def test_predictions_follow_the_rule(q_len: int, kv_len: int, is_faster: bool) -
         table = tiles[first : first + NUM_FIELDS * tiles[1]].reshape(-1, NUM_FIELDS)
         num_keys = (table[:, KV_END] - table[:, KV_BEGIN]).sum()
         assert num_keys == sum(range(kv_len - q_len + 32, kv_len + 1, 32))
-        times[name] = prompt_variants.predicted_us(kernel, spec, tiles, rows)
+        times[name] = prompt_variants.predicted_us(kernel, spec, tiles)
     assert times["rounds"] < 0.9 * times["uniform"] if is_faster else times["rounds"] == times["uniform"]
 
 
 def test_every_kernel_has_a_spec() -> None:
     for kernel in prompt_variants.KERNELS.values():
         spec = prompt_variants.spec_of(kernel, num_tokens=512, max_num_seqs=1)
-        assert replace(spec.blocks.classes[-1], fills_rounds=False) == kernel.prompts
+        assert replace(spec.blocks.classes[-1], fills_rounds=False) == kernel.classes[-1]
 
 
 @pytest.mark.parametrize(("flag", "value"), [("kernels", "bf17"), ("cuts", "none"), ("cases", "p1")])
@@ -58,10 +58,10 @@ def test_unknown_names_are_refused(launch, flag, value):
 def test_a_run_reports_all_variants(launch, monkeypatch, capsys):
     """Without a GPU, with XLA in place of the kernels."""
 
-    def function_of(kernel: Any, _spec: Any) -> Any:
+    def function_of(spec: Any) -> Any:
         def attend(q: jax.Array, pool: jax.Array, _tiles: jax.Array, *rows: jax.Array) -> jax.Array:
             return ragged_paged_attention(
-                q, pool, *rows, sm_scale=128**-0.5, backend="xla", kv_dtype=kernel.kv_dtype
+                q, pool, *rows, sm_scale=128**-0.5, backend="xla", kv_dtype=spec.kv_dtype
             )
 
         return attend

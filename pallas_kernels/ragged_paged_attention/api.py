@@ -76,7 +76,10 @@ def ragged_paged_attention(
     if metadata is not None:
         backend = metadata[0].backend if backend == "auto" else backend
         blocks = metadata[0].blocks
-    spec = _spec_of(q, kv_pages, kv_lens, backend=backend, blocks=blocks, kv_dtype=kv_dtype)
+    scratch_pages = 0 if metadata is None else metadata[0].scratch_pages
+    spec = _spec_of(
+        q, kv_pages, kv_lens, backend=backend, blocks=blocks, kv_dtype=kv_dtype, scratch_pages=scratch_pages
+    )
     return _dispatch(spec, args, sm_scale=sm_scale, metadata=metadata, interpret=interpret)
 
 
@@ -88,6 +91,7 @@ def _spec_of(
     backend: str,
     blocks: BlockSizes | None,
     kv_dtype: str | None,
+    scratch_pages: int,
 ) -> TileSpec:
     """Return the spec that arrays of these shapes need."""
     return tile_spec(
@@ -101,6 +105,7 @@ def _spec_of(
         backend=backend,
         blocks=blocks,
         kv_dtype=kv_dtype,
+        scratch_pages=scratch_pages,
     )
 
 
@@ -140,9 +145,13 @@ def _dispatch(
     buffers: list[jax.Array] = []
     if spec.backend == "pallas_mosaic_gpu":
         from pallas_kernels.ragged_paged_attention.pallas_mosaic_gpu import mosaic_attention
+        from pallas_kernels.ragged_paged_attention.pallas_triton_scratch import decode_pages
 
+        scratch = None
+        if spec.scratch_pages:
+            scratch = decode_pages(spec, kv_pages, tiles, dtype=q.dtype, interpret=interpret)
         buffers = mosaic_attention(
-            spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret
+            spec, q, kv_pages, page_indices, tiles, scratch, sm_scale=sm_scale, interpret=interpret
         )
     return triton_attention(
         spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret, buffers=buffers
@@ -161,8 +170,13 @@ def tile_spec(
     backend: str = "auto",
     blocks: BlockSizes | None = None,
     kv_dtype: str | None = None,
+    scratch_pages: int = 0,
 ) -> TileSpec:
     """Return the static part of a bucket's metadata. Heads are those of one shard.
+
+    With pages in 8 bits, `scratch_pages` is how many of them may be decoded for a step's long prompts before
+    attention reads them, where the chosen back end has a kernel for that. They take memory during a layer.
+    `build_tiles` then needs the page indices.
 
     Raises:
       AttentionArgumentError: no back end supports the arguments, or the selected one does not.
@@ -170,6 +184,8 @@ def tile_spec(
     for field, value in (("num_tokens", num_tokens), ("max_num_seqs", max_num_seqs), ("head_dim", head_dim)):
         if value < 1:
             raise AttentionArgumentError(field, value, "must be at least 1")
+    if scratch_pages < 0:
+        raise AttentionArgumentError("scratch_pages", scratch_pages, "must be at least 0")
     heads = AttentionHeads(num_q_heads, num_kv_heads, head_dim, dtype, kv_dtype)
     if page_size not in PAGE_SIZES:
         raise AttentionArgumentError("page_size", page_size, f"must be one of {PAGE_SIZES}")
@@ -186,6 +202,7 @@ def tile_spec(
         backend=choose_backend(backend, heads).name,
         blocks=blocks,
         kv_dtype=kv_dtype,
+        scratch_pages=scratch_pages,
     )
 
 

@@ -118,6 +118,7 @@ def byte_prompt_class(
     return TileClass(*sizes, mosaic=True, in_bytes=True, fills_rounds=fills_rounds)
 
 
+_PROMPTS = mosaic_class(128, 128, 2, 1024, 264, fills_rounds=True)
 # Unless pages are in 8 bits, Triton computes steps of at most this many tokens, or with fewer decoding tiles
 # than two for each program.
 _MOSAIC_HARDLY_ANY_TOKENS, _MOSAIC_MIN_TILES = 16, 264
@@ -145,6 +146,7 @@ def default_block_sizes(
     mosaic: bool = False,
     in_bytes: bool = False,
     large_shared_memory: bool = True,
+    has_scratch: bool = False,
 ) -> BlockSizes:
     """Return the measured choice for a step of this shape.
 
@@ -152,7 +154,8 @@ def default_block_sizes(
     and are bound by arithmetic. A step with very few tokens has only small tiles, which saves a launch. With
     `mosaic`, the Mosaic kernel computes both, except in steps with hardly any tokens; in small steps its
     small tiles also compute short prompts. With `in_bytes` as well, pages are in 8 bits, and two other Mosaic
-    kernels compute decoding and the rest.
+    kernels compute decoding and the rest; with `has_scratch`, the kernel for 16 bits computes long prompts,
+    whose pages are decoded first.
 
     Heads over 128 elements need up to 132 KiB of shared memory in a pipeline of four stages, or in tiles of
     128 rows. Without `large_shared_memory` there are at most two stages and 64 rows, in 68 KiB. No such GPU
@@ -177,13 +180,12 @@ def default_block_sizes(
     )
     enough = num_tokens > _MOSAIC_HARDLY_ANY_TOKENS and num_tokens * num_kv_heads >= _MOSAIC_MIN_TILES
     if mosaic and in_bytes:
-        return _byte_block_sizes(group, num_tokens)
+        return _byte_block_sizes(group, num_tokens, has_scratch)
     if mosaic and enough:
         # Shared memory holds one computing warpgroup with three blocks each of 128 keys and values, or two
         # with two. There are two items for each program: a prompt of 2048 tokens has enough without splits.
         # Four were more even, but cost the prompt more in merges than they saved (lab/log/2026-11.md).
-        few = mosaic_class(64, 128, 3, 256, 264)
-        many = mosaic_class(128, 128, 2, 1024, 264, fills_rounds=True)
+        few, many = mosaic_class(64, 128, 3, 256, 264), _PROMPTS
         return BlockSizes((few,) if num_tokens <= _MOSAIC_FEW_TOKENS else (few, many))
     if num_tokens * group <= 4 * small_rows or small_rows >= (64 if must_save else 128):
         return BlockSizes((small,))
@@ -202,7 +204,7 @@ def _large(rows: int, head_dim: int, target_programs: int) -> TileClass:
     )
 
 
-def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
+def _byte_block_sizes(group: int, num_tokens: int, has_scratch: bool) -> BlockSizes:
     """Return the classes for pages in 8 bits: decoding by two pairs, and prompts by the kernel that converts.
 
     A launch for prompts costs time even without a prompt, so a step with hardly any tokens has none.
@@ -220,7 +222,7 @@ def _byte_block_sizes(group: int, num_tokens: int) -> BlockSizes:
     if num_tokens <= _MOSAIC_FEW_TOKENS:
         return BlockSizes((small, byte_prompt_class(64, 128, 2, 256, 264)))
     many = byte_prompt_class(128, 64, 3, 1024, 264, fills_rounds=True)
-    return BlockSizes((small, many))
+    return BlockSizes((small, many, _PROMPTS) if has_scratch else (small, many))
 
 
 def _float32_block_sizes(rows: int, head_dim: int) -> BlockSizes:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
+from pallas_kernels.ragged_paged_attention.scratch_lists import fill_scratch_lists
 from pallas_kernels.ragged_paged_attention.tile_lists import build_lists
 from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, TileSpec
 
@@ -23,6 +24,7 @@ def build_tiles(
     kv_lens: np.ndarray,
     num_seqs: np.ndarray | int,
     out: np.ndarray | None = None,
+    page_indices: np.ndarray | None = None,
 ) -> np.ndarray:
     """Build the tile list of one step on the host.
 
@@ -32,12 +34,14 @@ def build_tiles(
       kv_lens: i32[max_num_seqs].
       num_seqs: i32[1] or an int.
       out: i32[tiles_len] to overwrite; None allocates a new array.
+      page_indices: i32[max_num_seqs, pages_per_seq]; required if the spec has a scratch pool.
 
     Returns:
       i32[tiles_len], `out` if given.
 
     Raises:
-      AttentionArgumentError: the spec holds fewer rows or query tokens, or `out` has another length.
+      AttentionArgumentError: the spec holds fewer rows or query tokens, `out` has another length, or page
+        indices are missing.
     """
     num_rows = int(np.asarray(num_seqs).reshape(-1)[0])
     if out is None:
@@ -58,8 +62,14 @@ def build_tiles(
     rows[1, :-1] = rows[0, 1:] - rows[0, :-1]
     rows[1, -1] = spec.num_tokens - used
     rows[2, :-1] = kv_lens[:num_rows]
-    counts, lists = build_lists(np, spec, *rows)
+    bases = None
     out[:HEADER_LEN] = 0
+    if spec.scratch_pages:
+        if page_indices is None:
+            limit = f"must be given: the spec has a scratch pool of {spec.scratch_pages} pages"
+            raise AttentionArgumentError("page_indices", None, limit)
+        bases = fill_scratch_lists(spec, rows[1], rows[2], page_indices, out)
+    counts, lists = build_lists(np, spec, rows[0], rows[1], rows[2], bases)
     out[: len(counts)] = counts
     for index, entries in enumerate(lists):
         offset = spec.tiles_offset(index)

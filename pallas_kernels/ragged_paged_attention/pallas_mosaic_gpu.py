@@ -16,6 +16,7 @@ head are consecutive rows, which a single copy moves.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -60,13 +61,15 @@ def mosaic_attention(
     kv_pages: jax.Array,
     page_indices: jax.Array,
     tiles: jax.Array,
+    scratch: jax.Array | None,
     *,
     sm_scale: float,
     interpret: bool,
 ) -> list[jax.Array]:
     """Compute attention over the tiles of every class marked `mosaic` or `in_bytes`.
 
-    Arguments are as in `api.ragged_paged_attention`, and already checked; `tiles` is i32[spec.tiles_len].
+    Arguments are as in `api.ragged_paged_attention`, and already checked; `tiles` is i32[spec.tiles_len], and
+    `scratch` is the pool of `decode_pages` if the spec has one.
 
     Returns:
       Results like q, partial results f32[num_partial_rows, head_dim] and their log-sum-exps in base 2
@@ -82,10 +85,17 @@ def mosaic_attention(
             continue
         scale = sm_scale * math.log2(math.e)
         launch = KernelLaunch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
+        own = inputs
+        if scratch is not None and not tile_class.in_bytes:
+            # Pages of 16 bits. A tile says where the flat array has its row's pages, so that is their table.
+            launch = dataclasses.replace(
+                launch, spec=dataclasses.replace(spec, kv_dtype=None), pages_per_seq=1
+            )
+            own = (tiles, tiles, q, scratch.reshape(-1, flat_kv.shape[1]))
         # A class writes only its own rows; later classes continue in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
         kernel_of = byte_attention_of if tile_class.decodes_bytes else _attention_of
-        outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*inputs, *refs)
+        outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*own, *refs)
         buffers = [jax.freeze(ref) for ref in refs] or list(outputs)
     return buffers
 

@@ -1,6 +1,6 @@
-"""Decoding of the pages of some rows into a 16-bit pool, through Pallas' Triton back end.
+"""Decoding of pages in 8 bits into a 16-bit pool, through Pallas' Triton back end.
 
-Owns: one kernel. Does not know: what reads the pool. Called by: the benchmark of prompts.
+Owns: one kernel. Does not know: which pages are decoded (`scratch_lists`), or what reads the pool.
 Upstream has deprecated this back end, so nothing outside files of this name imports from it.
 """
 
@@ -17,85 +17,70 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.ragged_paged_attention.page_formats import (
     code_factor,
     code_numbers,
-    num_scale_rows,
     scale_places,
     scales_of_bytes,
 )
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_DECODED, TileSpec
+
+# Programs, about as many as run at once on an H200; each decodes several pages if there are more.
+_NUM_PROGRAMS = 2640
 
 
 def decode_pages(
-    kv_pages: jax.Array,
-    kv_lens: jax.Array,
-    page_indices: jax.Array,
-    *,
-    kv_dtype: str,
-    page_size: int,
-    dtype: Any,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Return a pool of the rows' pages as `dtype`, and the rows' page indices in it.
+    spec: TileSpec, kv_pages: jax.Array, tiles: jax.Array, *, dtype: Any, interpret: bool
+) -> jax.Array:
+    """Return a pool [scratch_pages, page_size, 2 * num_kv_heads, head_dim] of the pages that `tiles` lists.
 
-    Pages past a row's keys are not written.
+    Its other pages are not written.
 
     Args:
+      spec: a spec with a scratch pool.
       kv_pages: i8[num_pages, page_rows, 2 * num_kv_heads, head_dim].
-      kv_lens: i32[max_num_seqs]; 0 for rows to leave out.
-      page_indices: i32[max_num_seqs, pages_per_seq].
-      kv_dtype: format of the pages.
-      page_size: tokens of a page.
+      tiles: i32[spec.tiles_len].
       dtype: dtype of the pool.
       interpret: run in interpret mode.
     """
-    num_heads, head_dim = kv_pages.shape[2:]
-    num_pages = page_indices.size
-    shape = jax.ShapeDtypeStruct((num_pages * page_size * num_heads, head_dim), dtype)
-    kernel = functools.partial(
-        _kernel, kv_dtype=kv_dtype, page_size=page_size, num_heads=num_heads,
-        pages_per_seq=page_indices.shape[1],
-    )  # fmt: skip
+    num_combined, head_dim = kv_pages.shape[2:]
+    num_rows = spec.scratch_pages * spec.page_size * num_combined
+    shape = jax.ShapeDtypeStruct(
+        (num_rows, head_dim), dtype, manual_axis_type=jax.typeof(kv_pages).manual_axis_type
+    )
+    num_programs = min(spec.scratch_pages, -(-_NUM_PROGRAMS // spec.num_kv_heads))
     pool = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, spec=spec, num_programs=num_programs),
         out_shape=shape,
-        grid=(num_pages, num_heads // 2),
+        grid=(num_programs, spec.num_kv_heads),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="decode_pages",
-    )(page_indices.reshape(-1), kv_lens, kv_pages.reshape(-1, head_dim))
-    indices = jnp.arange(num_pages, dtype=jnp.int32).reshape(page_indices.shape)
-    return pool.reshape(num_pages, page_size, num_heads, head_dim), indices
+    )(tiles, kv_pages.reshape(-1, head_dim))
+    return pool.reshape(spec.scratch_pages, spec.page_size, num_combined, head_dim)
 
 
-def _kernel(
-    pages_ref: Any,
-    lens_ref: Any,
-    kv_ref: Any,
-    out_ref: Any,
-    *,
-    kv_dtype: str,
-    page_size: int,
-    num_heads: int,
-    pages_per_seq: int,
-) -> None:
-    """Decode the keys and values of one page and one KV head."""
-    slot, head = pl.program_id(0), pl.program_id(1)
-    row, column = jax.lax.div(slot, pages_per_seq), jax.lax.rem(slot, pages_per_seq)
-    head_dim = kv_ref.shape[1]
-    page_rows = page_size + num_scale_rows(kv_dtype, page_size, head_dim)
+def _kernel(tiles_ref: Any, kv_ref: Any, out_ref: Any, *, spec: TileSpec, num_programs: int) -> None:
+    """Decode the keys and values of one KV head in every page of this program."""
+    program, head = pl.program_id(0), pl.program_id(1)
+    page_size, head_dim, kv_dtype = spec.page_size, kv_ref.shape[1], spec.kv_dtype
+    assert kv_dtype is not None
+    page_rows, num_combined = spec.page_rows(head_dim), 2 * spec.num_kv_heads
+    offsets, lanes = jnp.arange(page_size), jnp.arange(head_dim)[None, :]
+    num_pages = tiles_ref[NUM_DECODED]
 
-    @pl.when(column * page_size < lens_ref[row])
-    def decode() -> None:
-        offsets, lanes = jnp.arange(page_size), jnp.arange(head_dim)[None, :]
-        first = pages_ref[slot] * page_rows
+    def decode(i: Any, _: None) -> None:
+        slot = program + i * num_programs
+        first = tiles_ref[spec.decoded_offset + slot] * page_rows
         for which in range(2):
             own = 2 * head + which
 
             def at(rows: Any, own: Any = own) -> Any:
-                return (first + rows) * num_heads + own
+                return (first + rows) * num_combined + own
 
             codes = plgpu.load(kv_ref.at[at(offsets)[:, None], lanes])
             places = scale_places(offsets, page_size, head_dim)
             high, low = [plgpu.load(kv_ref.at[at(rows), lane]) for rows, lane in places]
             scales = scales_of_bytes(high, low) * code_factor(kv_dtype)
             numbers = code_numbers(codes, kv_dtype).astype(jnp.float32) * scales[:, None]
-            target = (slot * page_size + offsets) * num_heads + own
+            target = (slot * page_size + offsets) * num_combined + own
             plgpu.store(out_ref.at[target[:, None], lanes], numbers.astype(out_ref.dtype))
+
+    jax.lax.fori_loop(0, jax.lax.div(num_pages - program + num_programs - 1, num_programs), decode, None)

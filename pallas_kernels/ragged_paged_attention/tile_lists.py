@@ -24,7 +24,8 @@ _MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not dis
 # They follow from the times of eleven lists on an H200, as does the shortest part that is worth its merge.
 _WHOLE_KEYS, _PART_KEYS, _LEAST_PART = 256, 512, 512
 _MANY = 2**30  # above every sort key of a tile, and every length
-# Fields of a tile: row, first query token, number of tokens, the first one's position, key range, slot or -1.
+# Fields of a tile: row (where the flat array has its pages, if these are decoded), first query token, number
+# of tokens, the first one's position, key range, slot or -1.
 ROW, TOKEN, NUM_TOKENS, POSITION, KV_BEGIN, KV_END, SLOT = range(7)
 # Fields of a merge: the first query token of the tile and its number of tokens. Then the first row of the
 # partial results, the number of parts, the rows of the class, and the first query row in this merge. Query
@@ -33,7 +34,7 @@ MERGE_TOKEN, MERGE_NUM_TOKENS, MERGE_PARTIAL, MERGE_NUM_SPLITS, MERGE_CLASS_ROWS
 
 
 def build_lists(
-    xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any
+    xp: Any, spec: TileSpec, begins: Any, q_lens: Any, kv_lens: Any, bases: Any = None
 ) -> tuple[list[Any], list[Any]]:
     """Return the counts for the header, and the entries of every class and, last, of the merges.
 
@@ -43,24 +44,35 @@ def build_lists(
       begins: i32[num_rows + 1], first query token of each row; the last row is the pseudo row.
       q_lens: i32[num_rows + 1].
       kv_lens: i32[num_rows + 1].
+      bases: i32[num_rows + 1], where the flat array has the row's pages in the scratch pool, -1 for rows that
+        are not there. None without a scratch pool.
     """
     counts, lists, merges = [], [], []
-    thresholds = [spec.tile_tokens(c) for c in spec.blocks.classes[:-1]]
+    last, first_long = len(spec.blocks.classes) - 1, spec.first_long_class
+    thresholds = [spec.tile_tokens(c) for c in spec.blocks.classes[:first_long]]
     is_pseudo = xp.arange(len(q_lens)) == len(q_lens) - 1
-    for index in range(len(spec.blocks.classes)):
-        # A range belongs to the first class that holds it whole, the pseudo row to the last class.
-        wanted = q_lens > (thresholds[index - 1] if index else 0)
-        if index < len(thresholds):
-            wanted &= (q_lens <= thresholds[index]) & ~is_pseudo
+    for index in range(last + 1):
+        # A range belongs to the first class that holds it whole, or to that of the scratch pool. The pseudo
+        # row belongs to the last class.
+        if index > first_long:
+            wanted = bases >= 0
         else:
+            wanted = q_lens > (thresholds[index - 1] if index else 0)
+            if index < first_long:
+                wanted &= q_lens <= thresholds[index]
+            wanted &= ~is_pseudo
+            if bases is not None:
+                wanted &= bases < 0
+        if index == last:
             wanted |= is_pseudo
         class_q_lens = q_lens * wanted
         if xp is np and not class_q_lens[:-1].any():
             lists.append(_pseudo_tiles(int(begins[-1]), int(class_q_lens[-1]), spec, index))
             counts.append(len(lists[-1]))
             continue
+        places = xp.where(is_pseudo, 0, bases) if index > first_long else None
         num_tiles, tiles, num_merges, class_merges = _class_lists(
-            xp, spec, index, begins, class_q_lens, kv_lens
+            xp, spec, index, begins, class_q_lens, kv_lens, places
         )
         counts.append(num_tiles)
         lists.append(tiles)
@@ -76,12 +88,12 @@ def build_lists(
 
 
 def _class_lists(
-    xp: Any, spec: TileSpec, index: int, begins: Any, q_lens: Any, kv_lens: Any
+    xp: Any, spec: TileSpec, index: int, begins: Any, q_lens: Any, kv_lens: Any, places: Any
 ) -> tuple[Any, Any, Any, Any]:
     """Return the number of tiles, the tiles, the number of merges and the merges of one class.
 
     Tiles are ordered by the width of their key range, the widest first; those of prompts as in `_by_row`,
-    unless they fill rounds of programs.
+    unless they fill rounds of programs. `places` are what tiles have as their row, if not its number.
     """
     tile_class, tokens = spec.blocks.classes[index], spec.tile_tokens(spec.blocks.classes[index])
     fixed = xp is not np
@@ -119,14 +131,15 @@ def _class_lists(
     # would be sorted after the padding, whose width is -1 block.
     narrowness = (-xp.minimum(width // block_kv, _MAX_BLOCKS - 1)).astype(np.int16)
     keys = narrowness
-    if 0 < index == len(spec.blocks.classes) - 1 and (fixed or not fills):
+    if 0 < index >= spec.first_long_class and (fixed or not fills):
         keys = _by_row(xp, narrowness, row.take(tile), q_lens, kv_lens)
     if tile_class.fills_rounds and (fixed or fills):
         keys = xp.where(fills, _by_width_and_part(xp, narrowness, width, part), keys)
     order = xp.argsort(keys, stable=True)
     tile, part, kv_begin = tile.take(order), part.take(order), kv_begin.take(order)
     slot = xp.where(num_slots.take(tile) > 0, slot_begin.take(tile) + part, -1)
-    real_row = row * (row < len(q_lens) - 1)  # the pseudo row reads no page; row 0 always has one
+    # The pseudo row reads no page; row 0 always has one.
+    real_row = row * (row < len(q_lens) - 1) if places is None else places.take(row)
     q_tiles = _table(xp, [real_row, token, num_tokens, position])
     tiles = _table(xp, [kv_begin, kv_begin + width.take(order), slot], q_tiles.take(tile, axis=0))
     # Merges: one per MERGE_ROWS query rows of a split tile.

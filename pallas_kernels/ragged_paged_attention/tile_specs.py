@@ -31,6 +31,7 @@ WARPGROUP_ROWS = 64  # rows of one computing warpgroup of a Mosaic kernel
 BYTE_PAGE_SIZES = (32, 64)  # page sizes that a Mosaic kernel reads: one row of a page holds its scales
 NUM_PROGRAMS = 132  # programs of a Mosaic launch: one for each multiprocessor of an H100 or H200
 HEADER_LEN = 8  # counts of tiles, class by class, then the count of merges
+NUM_DECODED = HEADER_LEN - 1  # place in the header of the number of pages to decode, with a scratch pool
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class TileSpec:
       backend: name of the back end.
       blocks: tile classes; none for back ends without tiles.
       kv_dtype: format of pages; None means the queries' dtype.
+      scratch_pages: pages of a pool of the queries' dtype, into which pages in 8 bits that many tiles read
+        are decoded first. Its tiles are those of the last class. 0 without such a pool.
     """
 
     num_tokens: int
@@ -56,6 +59,7 @@ class TileSpec:
     backend: str
     blocks: BlockSizes
     kv_dtype: str | None = None
+    scratch_pages: int = 0
 
     def page_rows(self, head_dim: int) -> int:
         """Return the rows of a page with this head size, including those of scales."""
@@ -91,7 +95,8 @@ class TileSpec:
             most_rows = min(rows, self.num_tokens // least) + (index == last)  # plus the pseudo row
             most_rows = max(most_rows, 1)  # a traced list has an entry even for a class that no row can need
             # If the next class takes all longer ranges, a row has one tile.
-            sizes.append(most_rows if index < last else self.num_tokens // tokens + most_rows)
+            is_long = index >= self.first_long_class
+            sizes.append(most_rows + self.num_tokens // tokens * is_long)
             least = tokens + 1
         return tuple(sizes)
 
@@ -113,7 +118,22 @@ class TileSpec:
         """Length of the flat array; 0 for back ends without tiles."""
         if not self.blocks.classes:
             return 0
+        return self.decoded_offset + 2 * self.scratch_pages
+
+    @property
+    def first_long_class(self) -> int:
+        """Index of the first class whose ranges may have several tiles; that of a scratch pool follows it."""
+        return len(self.blocks.classes) - 1 - (self.scratch_pages > 0)
+
+    @property
+    def decoded_offset(self) -> int:
+        """Where the flat array has the pages to decode: entry i becomes page i of the scratch pool."""
         return HEADER_LEN + NUM_FIELDS * (sum(self.max_num_tiles) + self.max_num_merges)
+
+    @property
+    def table_offset(self) -> int:
+        """Where it has the pages of the scratch pool that hold each row's keys, row after row."""
+        return self.decoded_offset + self.scratch_pages
 
     def tiles_offset(self, class_index: int) -> int:
         """Return where the tiles of a class start in the flat array; one past the last class, the merges."""
@@ -152,6 +172,7 @@ def make_tile_spec(
     backend: str,
     blocks: BlockSizes | None,
     kv_dtype: str | None,
+    scratch_pages: int,
 ) -> TileSpec:
     """Return the spec for arguments that `api` has checked and a back end that it has chosen."""
     row = TABLE[backend]
@@ -168,12 +189,27 @@ def make_tile_spec(
             mosaic=row.has_mosaic_tiles and (kv_dtype is None or page_size in BYTE_PAGE_SIZES),
             in_bytes=kv_dtype is not None,
             large_shared_memory=has_large_shared_memory(jax.devices()[0]),
+            has_scratch=scratch_pages > 0,
         )
+        if kv_dtype is None or not _reads_16_bits(blocks):
+            scratch_pages = 0  # a step with few tokens or without a Mosaic kernel for prompts
     group = num_q_heads // num_kv_heads
     if row.has_tiles:
-        _check_blocks(blocks, group, row)
-        _check_byte_classes(blocks, row, page_size, kv_dtype)
-    return TileSpec(num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks, kv_dtype)
+        own = BlockSizes(blocks.classes[:-1] if scratch_pages else blocks.classes)
+        _check_blocks(own, group, row)
+        _check_byte_classes(own, row, page_size, kv_dtype)
+    if not row.has_tiles:
+        scratch_pages = 0
+    if scratch_pages and (kv_dtype is None or not _reads_16_bits(blocks)):
+        limit = "must be 0 unless pages are in 8 bits and the last class is a Mosaic one for 16 bits"
+        raise AttentionArgumentError("scratch_pages", scratch_pages, limit)
+    sizes = (num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks, kv_dtype)
+    return TileSpec(*sizes, scratch_pages)
+
+
+def _reads_16_bits(blocks: BlockSizes) -> bool:
+    """Return whether the last class is a Mosaic one for pages of 16 bits."""
+    return any(c.mosaic and not c.in_bytes for c in blocks.classes[-1:])
 
 
 def _check_blocks(blocks: BlockSizes, group: int, row: AttentionBackend) -> None:

@@ -167,7 +167,7 @@ class ModelRunner:
     def fill_tiles(self, plan: StepPlan) -> None:
         """Write `plan.tiles`, the attention kernel's work list, from the row lengths in the plan."""
         spec = self._tile_specs[plan.layout.num_tokens]
-        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
+        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), plan.tiles, plan.page_indices)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Load or compile every executable and run each once on an empty plan; see `Runner`.

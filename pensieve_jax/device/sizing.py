@@ -24,6 +24,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.page_budget import reserved_bytes, staging_bytes
+from pensieve_jax.device.step_programs import scratch_pages
 
 GPU_SHARE: Final = 0.9
 """Default of `cache.gpu_memory_fraction`."""
@@ -272,7 +273,16 @@ def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> in
     # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
     per_token = 8 * model.hidden_size + 4 * -(-model.intermediate_size // num_devices)
     num_rows = min(_most_running(config), num_tokens)
-    return _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
+    num_bytes = _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
+    return num_bytes + _scratch_bytes(config, model, num_devices)
+
+
+def _scratch_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
+    """Return the bytes of pages in 8 bits that one layer decodes into 16 bits, on each device."""
+    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
+    num_pages = scratch_pages(config, config.scheduler.max_num_batched_tokens, context_tokens)
+    page_elements = config.cache.chunk_tokens * 2 * -(-model.num_kv_heads // num_devices) * model.head_dim
+    return 2 * num_pages * page_elements
 
 
 def _most_running(config: EngineConfig) -> int:

@@ -219,6 +219,7 @@ def bucket_tile_specs(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int
 ) -> dict[int, TileSpec]:
     """Return each bucket's spec for an attention back end that serves this model; heads are per shard."""
+    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     return {
         bucket: tile_spec(
             num_tokens=bucket,
@@ -230,9 +231,23 @@ def bucket_tile_specs(
             dtype=dtype,
             backend=backend,
             kv_dtype=config.cache.kv_dtype,
+            scratch_pages=scratch_pages(config, bucket, context_tokens),
         )
         for bucket in token_buckets(config.scheduler)
     }
+
+
+def scratch_pages(config: EngineConfig, bucket: int, context_tokens: int) -> int:
+    """Return the most pages in 8 bits that a step decodes before its prompts read them; 0 for 16 bits.
+
+    They hold the longest context beside a step of new prompts, and never more than the pool.
+    """
+    if config.cache.kv_dtype is None:
+        return 0
+    chunk_tokens = config.cache.chunk_tokens
+    wanted = -(-context_tokens // chunk_tokens) + -(-bucket // chunk_tokens)
+    pool_pages = config.cache.gpu_pages
+    return wanted if pool_pages is None else min(wanted, pool_pages)
 
 
 def bucket_layouts(

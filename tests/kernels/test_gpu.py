@@ -220,7 +220,8 @@ def check_bytes(spec: TileSpec, batches: Iterable[Batch]) -> None:
     )
     for seed, whole in enumerate(batches):
         batch = stored(whole, kv_dtype)
-        tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+        rows = (batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
+        tiles = build_tiles(spec, *rows, None, batch.page_indices)
         first = np.asarray(attend(batch, tiles))
         try:
             assert_equals_reference(first, batch, SCALE, page_size=spec.page_size, kv_dtype=kv_dtype)
@@ -278,7 +279,12 @@ PROMPT_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("num_tokens", [128, 768], ids=["few", "many"])
+# Pages that fit the scratch pool: none, one prompt's, all.
+@pytest.mark.parametrize(
+    ("num_tokens", "scratch_pages"),
+    [(128, 0), (768, 0), (768, 100), (768, 500)],
+    ids=["few", "many", "scratch_of_one", "scratch"],
+)
 @pytest.mark.parametrize(
     ("heads", "page_size", "kv_dtype", "blocks"),
     [
@@ -296,20 +302,22 @@ PROMPT_BLOCKS = {
     ids=lambda value: f"group{value.num_q_heads // value.num_kv_heads}" if isinstance(value, Heads) else None,
 )
 def test_byte_prompt_kernel(
-    heads: Heads, page_size: int, kv_dtype: str, blocks: str, num_tokens: int
+    heads: Heads, page_size: int, kv_dtype: str, blocks: str, num_tokens: int, scratch_pages: int
 ) -> None:
     """Prompts, with and without history, beside decoding; three times, with the same bits."""
     if limit := mosaic_device_limit(jax.devices()[0]):
         pytest.skip(limit)
     room = Room(num_tokens, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=12288 // page_size)
     classes = PROMPT_BLOCKS[blocks]
+    if classes is not None and scratch_pages:
+        classes = (*classes, mosaic_class(128, 128, 2, 1024, 264, fills_rounds=True))
     spec = tile_spec(
         num_tokens=num_tokens, max_num_seqs=24, num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=128, page_size=page_size, dtype="bfloat16",
         backend="pallas_mosaic_gpu", kv_dtype=kv_dtype,
-        blocks=None if classes is None else BlockSizes(classes),
+        blocks=None if classes is None else BlockSizes(classes), scratch_pages=scratch_pages,
     )  # fmt: skip
-    assert all(c.in_bytes for c in spec.blocks.classes)
+    assert [c.in_bytes for c in spec.blocks.classes][2:] == [False] * (scratch_pages > 0)
     half, quarter = num_tokens // 2, num_tokens // 4
     fixed = [(half, 2900), (quarter, quarter), (17, 2049), (3, 129), (1, 700), (0, 40)]
     batches = []

@@ -17,9 +17,11 @@ from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
     BlockSizes,
     TileClass,
+    TileSpec,
     build_tiles,
     byte_class,
     byte_prompt_class,
+    mosaic_class,
     mosaic_convert,
     ragged_paged_attention,
     tile_spec,
@@ -122,6 +124,7 @@ def attention(
     kv_dtype: str,
     classes: tuple[TileClass, ...],
     sm_scale: float = SCALE,
+    scratch_pages: int = 0,
 ) -> tuple[Batch, Callable[[Batch], Any]]:
     """Return a batch of these rows, and interpreted attention for its shapes."""
     batch = make_batch(np.random.default_rng(page_size), rows, heads, page_size=page_size, dtype="bfloat16")
@@ -129,8 +132,10 @@ def attention(
         num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype="bfloat16",
         backend="pallas_mosaic_gpu", blocks=BlockSizes(classes), kv_dtype=kv_dtype,
+        scratch_pages=scratch_pages,
     )  # fmt: skip
-    assert build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)[len(classes)]  # some are merged
+    tiles = tiles_of(spec, batch)
+    assert tiles[len(classes)] and tiles[: len(classes)].all()  # some are merged, and no class is idle
 
     def attend(tiles: Any, *batch: Any) -> Any:
         return ragged_paged_attention(
@@ -140,10 +145,38 @@ def attention(
     jitted = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
 
     def run(batch: Batch) -> Any:
-        tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
-        return jitted(jnp.asarray(tiles), *batch)
+        return jitted(jnp.asarray(tiles_of(spec, batch)), *batch)
 
     return stored(batch, kv_dtype), run
+
+
+def tiles_of(spec: TileSpec, batch: Batch) -> np.ndarray:
+    return build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs, None, batch.page_indices)
+
+
+@pytest.mark.parametrize(
+    ("scratch_pages", "page_size", "kv_dtype"),
+    [(4, 32, "int8"), (7, 32, "int8"), (9, 64, "int8")],
+)
+@pytest.mark.long
+@pytest.mark.usefixtures("checked_interpreter")
+def test_decoded_pages_beside_codes(scratch_pages: int, page_size: int, kv_dtype: str) -> None:
+    """The prompts of 70 and 64 tokens have enough tiles of 16; in four pages only the first fits."""
+    classes = (
+        byte_class(8, 64, 1, 3, 128, 8),
+        byte_prompt_class(64, 64, 2, 128, 8),
+        mosaic_class(128, 64, 2, 64, 8),
+    )  # fmt: skip
+    heads = Heads(8, 1, 128)
+    batch, attend = attention(ROWS, heads, page_size, kv_dtype, classes, scratch_pages=scratch_pages)
+    assert_equals_reference(attend(batch), batch, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+    room = Room(len(batch.q), len(batch.kv_lens), batch.page_indices.shape[1], len(batch.kv_pages))
+    few = make_batch(
+        np.random.default_rng(0), [(1, 1)], heads, page_size=page_size, dtype="bfloat16", room=room
+    )
+    few = stored(few, kv_dtype)
+    assert_equals_reference(attend(few), few, SCALE, page_size=page_size, kv_dtype=kv_dtype)
+    assert not get_races().races_found
 
 
 @pytest.mark.parametrize(
@@ -239,7 +272,7 @@ def test_unsupported_arguments_are_refused(classes: tuple[TileClass, ...], chang
 
 BUCKETS = [
     pytest.param(
-        num_tokens, Heads(40, 10, 128), 32, "int8", None,
+        num_tokens, Heads(40, 10, 128), 32, "int8", None, 700,
         marks=() if num_tokens == 2048 else pytest.mark.long,
     )
     for num_tokens in (32, 64, 128, 256, 512, 1024, 2048)
@@ -247,31 +280,37 @@ BUCKETS = [
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "heads", "page_size", "kv_dtype", "classes"),
+    ("num_tokens", "heads", "page_size", "kv_dtype", "classes", "scratch_pages"),
     [
         *BUCKETS,
-        pytest.param(2048, Heads(16, 1, 128), 64, "float8_e4m3fn", None, marks=pytest.mark.long),
-        pytest.param(2048, Heads(40, 8, 128), 32, "float8_e4m3fn", None, marks=pytest.mark.long),
-        pytest.param(256, Heads(40, 40, 128), 64, "int8", None, marks=pytest.mark.long),
+        pytest.param(2048, Heads(16, 1, 128), 64, "float8_e4m3fn", None, 700, marks=pytest.mark.long),
+        pytest.param(2048, Heads(40, 8, 128), 32, "float8_e4m3fn", None, 0, marks=pytest.mark.long),
+        pytest.param(256, Heads(40, 40, 128), 64, "int8", None, 0, marks=pytest.mark.long),
         pytest.param(
-            2048, Heads(40, 10, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 1024, 264),),
+            2048, Heads(40, 10, 128), 32, "int8", (byte_prompt_class(128, 64, 3, 1024, 264),), 0,
             marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip
 def test_lowers_for_an_h200(
-    num_tokens: int, heads: Heads, page_size: int, kv_dtype: str, classes: tuple[TileClass, ...] | None
+    num_tokens: int,
+    heads: Heads,
+    page_size: int,
+    kv_dtype: str,
+    classes: tuple[TileClass, ...] | None,
+    scratch_pages: int,
 ) -> None:
-    """Decoding and prompts are one Mosaic kernel each; the merge is Triton's."""
+    """Each class is a Mosaic kernel; the merge and the decoding of pages are Triton's."""
     max_num_seqs = 64
     spec = tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=128, page_size=page_size, dtype="bfloat16",
         backend="pallas_mosaic_gpu", kv_dtype=kv_dtype,
-        blocks=None if classes is None else BlockSizes(classes),
+        blocks=None if classes is None else BlockSizes(classes), scratch_pages=scratch_pages,
     )  # fmt: skip
+    assert (spec.scratch_pages > 0) == (scratch_pages > 0 and num_tokens > 256)
     assert spec.blocks.classes[-1].rows == (64 if num_tokens <= 256 else 128)
 
     text = lower_byte_attention(spec, heads)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == len(spec.blocks.classes)
-    assert text.count("xla.gpu.triton") == 1
+    assert text.count("xla.gpu.triton") == 1 + (spec.scratch_pages > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from pallas_kernels.ragged_paged_attention import tile_lists as fields
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.mosaic_launch import NUM_PROGRAMS
-from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_FIELDS
+from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_DECODED, NUM_FIELDS
 
 TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
@@ -60,9 +61,17 @@ def draw(rng: np.random.Generator, spec: TileSpec) -> tuple[np.ndarray, np.ndarr
 
 
 def check(
-    spec: TileSpec, tiles: np.ndarray, cu: np.ndarray, kv_lens: np.ndarray, num_seqs: np.ndarray
+    spec: TileSpec,
+    tiles: np.ndarray,
+    cu: np.ndarray,
+    kv_lens: np.ndarray,
+    num_seqs: np.ndarray,
+    page_indices: np.ndarray | None = None,
 ) -> None:
-    """Check that every (query token, key) pair is in exactly one tile, and every split is merged once."""
+    """Check that every (query token, key) pair is in exactly one tile, and every split is merged once.
+
+    With a scratch pool, the tiles of its class find their row's pages in it.
+    """
     num_rows, num_classes = int(num_seqs[0]), len(spec.blocks.classes)
     covered: dict[int, list[tuple[int, int]]] = {}
     slots: dict[tuple[int, int], tuple[int, int]] = {}
@@ -82,6 +91,9 @@ def check(
             assert not has_pseudo_row, (
                 "tiles without keys come last: `mosaic_convert` waits for the next keys"
             )
+            if page_indices is not None and index == num_classes - 1:
+                base, row = row, int(np.searchsorted(cu[: num_rows + 1], token, side="right")) - 1
+                check_scratch(spec, tiles, base, page_indices[row, : -(-end // spec.page_size)])
             assert cu[row] <= token and token + num_tokens <= cu[row + 1]
             assert position == kv_lens[row] - (cu[row + 1] - token)
             assert begin % tile_class.block_kv == 0 and begin < end <= position + num_tokens
@@ -96,12 +108,15 @@ def check(
             last = kv_lens[row] - (cu[row + 1] - t)
             assert ranges[0][0] == 0 and ranges[-1][1] > last and len(ranges) <= MAX_NUM_SPLITS
             assert all(a[1] == b[0] for a, b in pairwise(ranges))
-    merges = tiles[spec.tiles_offset(num_classes) :].reshape(-1, NUM_FIELDS)
+    merges = tiles[spec.tiles_offset(num_classes) :][: NUM_FIELDS * spec.max_num_merges]
+    merges = merges.reshape(-1, NUM_FIELDS)
     assert tiles[num_classes] <= len(merges) == spec.max_num_merges
     used: set[tuple[int, int]] = set()
     for merge in merges[: tiles[num_classes]]:
         token, num_tokens, partial, num_splits, class_rows, first_row, _, _ = merge.tolist()
-        index = [c.rows for c in spec.blocks.classes].index(class_rows)
+        begins = [spec.partial_begin(i) for i in range(num_classes)]
+        index = int(np.searchsorted(begins, partial, side="right")) - 1
+        assert class_rows == spec.blocks.classes[index].rows
         slot, rest = divmod(partial - spec.partial_begin(index), spec.num_kv_heads * class_rows)
         assert rest == 0 and num_splits >= 2 and first_row not in merged.setdefault(token, set())
         merged[token].add(first_row)
@@ -200,6 +215,62 @@ def test_prompts_come_row_by_row_and_are_dealt_evenly(lens: list[int]) -> None:
     items = np.pad(items, (0, -len(items) % (2 * NUM_PROGRAMS))).reshape(-1, 2, NUM_PROGRAMS)
     loads = (items[:, 0] + items[:, 1, ::-1]).sum(axis=0)
     assert loads.max() < 1.05 * loads.mean()
+
+
+def check_scratch(spec: TileSpec, tiles: np.ndarray, base: int, pages: np.ndarray) -> None:
+    """Check that a table which begins at `base` names scratch pages into which `pages` are decoded."""
+    assert spec.table_offset <= base and base + len(pages) <= len(tiles)
+    places = tiles[base : base + len(pages)]
+    assert places.max() < tiles[NUM_DECODED] <= spec.scratch_pages
+    np.testing.assert_array_equal(tiles[spec.decoded_offset + places], pages)
+
+
+@pytest.mark.parametrize("capacity", [1, 60, 400])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_long_rows_read_decoded_pages(capacity: int, seed: int) -> None:
+    """Rows share pages; what fits is decoded once, and everything else is left to the other kernel."""
+    rng = np.random.default_rng(seed)
+    num_tokens, heads = int(rng.integers(257, 1500)), int(rng.choice([4, 10]))
+    spec = byte_spec(num_tokens, 12, capacity, heads)
+    cu, kv_lens, num_seqs = draw(rng, spec)
+    num_rows = int(num_seqs[0])
+    pages = rng.integers(0, 300, (12, 200)).astype(np.int32)
+    pages[1::2, : rng.integers(200)] = pages[0, : rng.integers(1, 2)]
+    out = np.full(spec.tiles_len, -7, np.int32)
+    build_tiles(spec, cu, kv_lens, num_seqs, out, pages)
+    check(spec, out, cu, kv_lens, num_seqs, pages)
+    decoded = out[spec.decoded_offset :][: out[NUM_DECODED]]
+    assert len(set(decoded.tolist())) == len(decoded) <= capacity, "a page is decoded twice"
+    wanted = [-(-int(kv_lens[row]) // 32) for row in range(num_rows) if cu[row + 1] - cu[row] > 96]
+    if sum(wanted) <= capacity:
+        table = out[spec.tiles_offset(1) :][: out[1] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
+        assert not any(cu[row + 1] - cu[row] > 96 for row in table[:, fields.ROW].tolist())
+
+
+def byte_spec(num_tokens: int, max_num_seqs: int, scratch_pages: int, heads: int = 10) -> TileSpec:
+    return tile_spec(
+        num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=4 * heads, num_kv_heads=heads,
+        head_dim=128, page_size=32, dtype="bfloat16", backend="pallas_mosaic_gpu", kv_dtype="int8",
+        scratch_pages=scratch_pages,
+    )  # fmt: skip
+
+
+def test_only_steps_with_long_prompts_have_a_scratch_pool() -> None:
+    assert [byte_spec(tokens, 8, 50).scratch_pages for tokens in (16, 256, 272, 2048)] == [0, 0, 50, 50]
+    assert byte_spec(512, 8, 0).scratch_pages == 0 and len(byte_spec(512, 8, 0).blocks.classes) == 2
+    spec = byte_spec(512, 8, 50)
+    with pytest.raises(AttentionArgumentError, match="page_indices = None: must be given"):
+        build_tiles(spec, np.array([0, 300]), np.array([300]), 1)
+    with pytest.raises(AttentionArgumentError, match="scratch_pages = -1"):
+        byte_spec(512, 8, -1)
+    blocks = byte_spec(512, 8, 0).blocks
+    sizes: dict[str, Any] = {
+        "num_tokens": 512, "max_num_seqs": 8, "num_q_heads": 40, "num_kv_heads": 10, "head_dim": 128,
+        "page_size": 32, "dtype": "bfloat16", "backend": "pallas_mosaic_gpu", "kv_dtype": "int8",
+    }  # fmt: skip
+    with pytest.raises(AttentionArgumentError, match="scratch_pages = 50: must be 0 unless"):
+        tile_spec(**sizes, blocks=blocks, scratch_pages=50)
 
 
 def prompt_spec(num_tokens: int, max_num_seqs: int, *, fills_rounds: bool, heads: int = 10) -> TileSpec:

@@ -25,10 +25,9 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     tile_spec,
 )
-from pallas_kernels.ragged_paged_attention.pallas_triton_scratch import decode_pages
 from pallas_kernels.ragged_paged_attention.shapes import GQA10
 from pallas_kernels.ragged_paged_attention.tile_lists import KV_BEGIN, KV_END, SLOT
-from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, NUM_PROGRAMS
+from pallas_kernels.ragged_paged_attention.tile_specs import NUM_DECODED, NUM_FIELDS, NUM_PROGRAMS
 
 PAGE_SIZE = 32
 _SCALE = 1 / math.sqrt(GQA10.head_dim)
@@ -38,28 +37,24 @@ class Kernel(NamedTuple):
     """A compiled form of the kernel.
 
     Attributes:
-      prompts: the class for prompts.
-      block_us: predicted microseconds of a block of 128 keys.
+      classes: the classes for decoding and for prompts.
+      block_us: predicted microseconds of a block of 128 keys of a prompt.
       kv_dtype: format of the pages.
-      in_scratch: the pages of the rows are first decoded into a bfloat16 pool.
+      scratch_pages: pages that are decoded before prompts read them.
     """
 
-    prompts: TileClass
+    classes: tuple[TileClass, ...]
     block_us: float
     kv_dtype: str | None = None
-    in_scratch: bool = False
-
-    @property
-    def pages_dtype(self) -> str | None:
-        """Format of the pages that the kernel itself reads."""
-        return None if self.in_scratch else self.kv_dtype
+    scratch_pages: int = 0
 
 
 _PLAIN = mosaic_class(128, 128, 2, 1024, 264)
+_BYTES = (byte_class(8, 128, 2, 3, 256, 264), byte_prompt_class(128, 64, 3, 1024, 264))
 KERNELS: dict[str, Kernel] = {
-    "bf16": Kernel(_PLAIN, 1.74),
-    "int8": Kernel(byte_prompt_class(128, 64, 3, 1024, 264), 2.70, "int8"),
-    "int8_scratch": Kernel(_PLAIN, 1.74, "int8", in_scratch=True),
+    "bf16": Kernel((mosaic_class(64, 128, 3, 256, 264), _PLAIN), 1.74),
+    "int8": Kernel(_BYTES, 2.70, "int8"),
+    "int8_scratch": Kernel((*_BYTES, _PLAIN), 1.74, "int8", scratch_pages=753),
 }
 # Whether tiles fill rounds of programs where this is faster, by the name of the rule.
 CUTS: dict[str, bool] = {"uniform": False, "rounds": True}
@@ -68,45 +63,35 @@ _ITEM_US, _PART_US = 3.4, 2.5
 
 def spec_of(kernel: Kernel, *, num_tokens: int, max_num_seqs: int, cuts: str = "rounds") -> TileSpec:
     """Return the spec of a kernel and a rule; the layout of lists is the same for all rules."""
-    prompts = dataclasses.replace(kernel.prompts, fills_rounds=CUTS[cuts])
-    small = mosaic_class(64, 128, 3, 256, 264)
-    if kernel.pages_dtype is not None:
-        small = byte_class(8, 128, 2, 3, 256, 264)
+    decoding, *prompts = kernel.classes
+    prompts = [dataclasses.replace(one, fills_rounds=CUTS[cuts]) for one in prompts]
     return tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=GQA10.num_q_heads,
         num_kv_heads=GQA10.num_kv_heads, head_dim=GQA10.head_dim, page_size=PAGE_SIZE, dtype="bfloat16",
-        backend="pallas_mosaic_gpu", blocks=BlockSizes((small, prompts)), kv_dtype=kernel.pages_dtype,
+        backend="pallas_mosaic_gpu", blocks=BlockSizes((decoding, *prompts)), kv_dtype=kernel.kv_dtype,
+        scratch_pages=kernel.scratch_pages,
     )  # fmt: skip
 
 
-def function_of(kernel: Kernel, spec: TileSpec) -> Callable[..., jax.Array]:
+def function_of(spec: TileSpec) -> Callable[..., jax.Array]:
     """Return attention of (q, pool, tiles, kv_lens, page_indices, cu_q_lens, num_seqs)."""
 
     def attend(q: jax.Array, pool: jax.Array, tiles: jax.Array, *rows: jax.Array) -> jax.Array:
-        kv_lens, pages, cu_q_lens, num_seqs = rows
-        if kernel.in_scratch:
-            assert kernel.kv_dtype is not None
-            pool, pages = decode_pages(
-                pool, kv_lens, pages, kv_dtype=kernel.kv_dtype, page_size=PAGE_SIZE, dtype=q.dtype
-            )
         return ragged_paged_attention(
-            q, pool, kv_lens, pages, cu_q_lens, num_seqs, sm_scale=_SCALE, metadata=(spec, tiles),
-            kv_dtype=spec.kv_dtype,
-        )  # fmt: skip
+            q, pool, *rows, sm_scale=_SCALE, metadata=(spec, tiles), kv_dtype=spec.kv_dtype
+        )
 
     return attend
 
 
 def tiles_of(kernel: Kernel, compiled: TileSpec, cuts: str, rows: tuple[np.ndarray, ...]) -> np.ndarray:
     """Return the list that a rule makes of rows, for the compiled spec."""
-    kv_lens, _, cu_q_lens, num_seqs = rows
+    kv_lens, pages, cu_q_lens, num_seqs = rows
     spec = spec_of(kernel, num_tokens=compiled.num_tokens, max_num_seqs=len(kv_lens), cuts=cuts)
-    return build_tiles(spec, cu_q_lens, kv_lens, num_seqs)
+    return build_tiles(spec, cu_q_lens, kv_lens, num_seqs, None, pages)
 
 
-def predicted_us(
-    kernel: Kernel, compiled: TileSpec, tiles: np.ndarray, rows: tuple[np.ndarray, ...]
-) -> float:
+def predicted_us(kernel: Kernel, compiled: TileSpec, tiles: np.ndarray) -> float:
     """Predict the time of a list: blocks and items of the busiest program, partial results, merge, launches.
 
     The constants follow from measured times of eleven lists of an H200 (`h200_prompt_kernels.txt`).
@@ -119,10 +104,12 @@ def predicted_us(
     costs = np.repeat(blocks * kernel.block_us + _ITEM_US + _PART_US * is_part, compiled.num_kv_heads)
     rounds = np.concatenate([costs, np.zeros(-len(costs) % NUM_PROGRAMS)]).reshape(-1, NUM_PROGRAMS)
     rounds[1::2] = rounds[1::2, ::-1]
-    merged_bytes = is_part.sum() * compiled.num_kv_heads * kernel.prompts.rows * GQA10.head_dim * 4
+    merged_bytes = (
+        is_part.sum() * compiled.num_kv_heads * compiled.blocks.classes[-1].rows * GQA10.head_dim * 4
+    )
     found = rounds.sum(0).max() + 8 + (2.5 + merged_bytes / 4e6 if is_part.any() else 0)
-    if kernel.in_scratch:
-        num_codes = int(rows[0].sum()) * 2 * GQA10.num_kv_heads * GQA10.head_dim
+    if kernel.scratch_pages:
+        num_codes = int(tiles[NUM_DECODED]) * PAGE_SIZE * 2 * GQA10.num_kv_heads * GQA10.head_dim
         found += 3 + 3 * num_codes / 3.3e6
     return float(found)
 

@@ -128,7 +128,7 @@ def compile_all(
         inputs = whole[kernel.kv_dtype]
         queries = [jax.ShapeDtypeStruct((num_tokens, *inputs.q.shape[1:]), _DTYPE)] * _UNROLLED
         rows = (shape(max_rows), shape(max_rows, _MAX_PAGES), shape(max_rows + 1), shape(1))
-        chain = jax.jit(chain_of(function_of(kernel, spec)))
+        chain = jax.jit(chain_of(function_of(spec)))
 
         return lambda: chain.lower(shape(), queries, inputs.pool, shape(spec.tiles_len), *rows)
 
@@ -153,7 +153,7 @@ def prepare(
     for cuts_name in FLAGS.cuts:
         tiles = tiles_of(kernel, spec, cuts_name, batch.rows)
         same = seen.setdefault(tiles.tobytes(), cuts_name)
-        predicted = predicted_us(kernel, spec, tiles, batch.rows)
+        predicted = predicted_us(kernel, spec, tiles)
         found: dict[str, Any] = {"case": batch.name, "kernel": name, "cuts": cuts_name}
         found |= {"predicted_us": round(predicted, 1), "num_merges": int(tiles[len(spec.blocks.classes)])}
         if same != cuts_name:
