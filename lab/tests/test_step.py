@@ -18,7 +18,7 @@ ceilings = load("pensieve_lab.steps.ceilings")
 STEPS = {
     "model": "random:llama-tiny",
     "decodes": "4,1",
-    "prompts": "40",
+    "prompts": "40,16of40",
     "mixed": "4+12",
     "context_tokens": 40,
     "num_repeats": 2,
@@ -93,7 +93,7 @@ def test_steps(launch, compilation_cache, capsys):
     launch("benchmark_step", shared_llm=False, compilation_cache_dir=compilation_cache, trace=True, **STEPS)
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     expected = {"decode 4 x 40": (4, 16), "decode 1 x 40": (1, 16), "prompt of 40": (40, 48)}
-    expected["decode 4 x 40 + prompt of 12"] = (16, 16)
+    expected |= {"prompt of 16 of 40": (16, 16), "decode 4 x 40 + prompt of 12": (16, 16)}
     assert {name: (one["num_tokens"], one["bucket"]) for name, one in found["steps"].items()} == expected
     for one in found["steps"].values():
         assert one["bound_s"] == pytest.approx(sum(one["operations_s"].values()))
@@ -120,6 +120,8 @@ def test_decodes_alone(launch, compilation_cache, capsys):
     [
         ({"decodes": "4,x"}, "--decodes is '4,x'"),
         ({"prompts": "0"}, "--prompts is '0'"),
+        ({"prompts": "512of500"}, "--prompts is '512of500'"),
+        ({"prompts": "5of6of7"}, "--prompts is '5of6of7'"),
         ({"mixed": "128"}, "--mixed is '128'"),
         ({"mixed": "0+12"}, "--mixed is '0,12'"),
         ({"decodes": "", "prompts": "", "mixed": ""}, "at least one case"),

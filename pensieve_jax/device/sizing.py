@@ -46,6 +46,7 @@ _MAX_TABLE_ENTRIES = 2**18  # 1 MiB of page numbers, copied to the device in eve
 # A step's temporaries, fitted from above to XLA's figures of Llama and OPT models on H100s and H200s.
 _STEP_BYTES = 128 * 2**20
 _CHOICE_BYTES = 20  # for a logit of a row to sample: scores, adjusted scores, sorted ones and their order
+_DECODED_PARTS_BYTES = 36 * 2**20  # of the tiles that read decoded pages: 128 rows for each of 528 parts
 _GPU_STEPS = 128
 
 
@@ -278,11 +279,11 @@ def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> in
 
 
 def _scratch_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
-    """Return the bytes of pages in 8 bits that one layer decodes into 16 bits, on each device."""
+    """Return the bytes of pages in 8 bits that one layer decodes, and of partial results over them."""
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     num_pages = scratch_pages(config, config.scheduler.max_num_batched_tokens, context_tokens)
     page_elements = config.cache.chunk_tokens * 2 * -(-model.num_kv_heads // num_devices) * model.head_dim
-    return 2 * num_pages * page_elements
+    return 2 * num_pages * page_elements + (_DECODED_PARTS_BYTES if num_pages else 0)
 
 
 def _most_running(config: EngineConfig) -> int:

@@ -49,7 +49,10 @@ def test_its_bytes_count_as_those_of_a_step(num_devices: int) -> None:
     num_pages = MODEL.max_position_embeddings // 32 + 2048 // 32
     page_bytes = 2 * 32 * 2 * MODEL.num_kv_heads * MODEL.head_dim // num_devices
     without = step_bytes(config_of(None, None), MODEL, num_devices)
-    assert step_bytes(config_of("int8", None), MODEL, num_devices) == without + num_pages * page_bytes
+    beside = step_bytes(config_of("int8", None), MODEL, num_devices) - without - num_pages * page_bytes
+    (spec,) = (one for one in specs_of(config_of("int8")).values() if one.num_tokens == 2048)
+    part_rows = spec.partial_begin(3) - spec.partial_begin(2)
+    assert part_rows * (MODEL.head_dim + 1) * 4 <= beside < 40 * 2**20
 
 
 def test_a_plan_names_the_pages_of_long_prompts() -> None:

@@ -282,7 +282,7 @@ PROMPT_BLOCKS = {
 # Pages that fit the scratch pool: none, one prompt's, all.
 @pytest.mark.parametrize(
     ("num_tokens", "scratch_pages"),
-    [(128, 0), (768, 0), (768, 100), (768, 500)],
+    [(128, 0), (768, 0), (768, 92), (768, 500)],
     ids=["few", "many", "scratch_of_one", "scratch"],
 )
 @pytest.mark.parametrize(

@@ -80,7 +80,12 @@ def cases() -> dict[str, list[StepRow]]:
         return [StepRow(i, context - 1, context) for i in range(count)]
 
     found = {f"decode {count} x {context}": decode(count) for count in numbers("--decodes", FLAGS.decodes)}
-    found |= {f"prompt of {count}": [StepRow(0, 0, count)] for count in numbers("--prompts", FLAGS.prompts)}
+    for text in FLAGS.prompts:
+        length, *ends = numbers("--prompts", text.split("of"))
+        end = ends[0] if ends else length
+        if len(ends) > 1 or end < length:
+            raise ConfigError("--prompts", text, "tokens, or tokens of a context with them, as in 512of8512")
+        found["prompt of " + " of ".join(map(str, [length, *ends]))] = [StepRow(0, end - length, end)]
     for text in FLAGS.mixed:
         count, prompt = numbers("--mixed", text.split("+"))[:2] if text.count("+") == 1 else (0, 0)
         if not count:
@@ -345,7 +350,11 @@ def main() -> int:
 
 def define_flags() -> None:
     flags.DEFINE_list("decodes", ["128", "1", "32", "180"], "Numbers of sequences of decode steps.")
-    flags.DEFINE_list("prompts", ["2048"], "Prompt lengths of steps with one prompt.")
+    flags.DEFINE_list(
+        "prompts",
+        ["2048"],
+        "Prompt lengths of steps with one prompt, as in 2048; behind a history as in 512of8512.",
+    )
     flags.DEFINE_list("mixed", ["128+512"], "Decodes and prompt tokens of steps with both.")
     flags.DEFINE_integer("context_tokens", 1024, "Context of decoding sequences.", lower_bound=1)
     flags.DEFINE_integer("num_repeats", 7, "Number of samples of each figure.", lower_bound=1)
