@@ -26,6 +26,7 @@ _BODY: Final = {
     "temperature": 0.0,
     "ignore_eos": True,
     "stream": True,
+    "logprobs": True,  # otherwise tokens without text, such as half a character, have no piece
 }
 
 

@@ -49,6 +49,7 @@ from pensieve_jax.text.reply_events import (
     ReasoningText,
     ReplyEvent,
 )
+from pensieve_jax.text.reply_forms import with_form
 
 
 async def create_chat_completion(call: HttpRequest) -> HttpResponse:
@@ -94,6 +95,7 @@ class ChatCompletion:
             call.notes.ignored_fields += ("reasoning_effort",)
         if call.services.chat_format is not None:
             template_input = with_calls(template_input, call.services.chat_format, self._choice)
+        template_input = with_form(template_input, asked.form)
         self._turns = MessageTurns(
             call,
             messages,
