@@ -167,7 +167,7 @@ def serve_many() -> int:
         history=FLAGS.history,
         model=FLAGS.model,
         dtype=FLAGS.dtype,
-        config=engine_config().with_part_of_host(FLAGS.replicas),
+        config=engine_config().with_engines_on_host(FLAGS.replicas),
         log_format=FLAGS.log_format,
         replicas=FLAGS.replicas,
         num_cpus=0,  # so that Ray starts all replicas, even on a machine with few processors
