@@ -192,6 +192,9 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
 
     if FLAGS.max_turns_per_key < 1:  # checked here, since the setting has another name
         raise ConfigError("--max_turns_per_key", FLAGS.max_turns_per_key, "at least 1")
+    if FLAGS.api_keys_file is None and not FLAGS["max_turns_per_key"].using_default_value:
+        limit = "left out without keys"
+        raise ConfigError("--max_turns_per_key", FLAGS.max_turns_per_key, limit, "give --api_keys_file")
     return ServerSettings(
         host=FLAGS.host,
         port=FLAGS.port,
@@ -266,7 +269,7 @@ def define_flags() -> None:
         ["auto", "functions", "ignore"],
         "Handling of requests that offer tools to the model.",
     )
-    flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
+    flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key of --api_keys_file.")
     flags.DEFINE_list(
         "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/limits.md has the names."
     )

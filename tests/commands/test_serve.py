@@ -158,6 +158,14 @@ def test_a_limits_error_names_its_flag(launch: Launch, most: int) -> None:
         launch("serve", shared_llm=False, max_turns_per_key=most)
 
 
+def test_a_limit_of_keys_needs_keys(launch: Launch) -> None:
+    """Without keys it would do nothing."""
+    with pytest.raises(
+        ConfigError, match="--max_turns_per_key is 9, but must be left out without keys; give"
+    ):
+        launch("serve", shared_llm=False, max_turns_per_key=9, port=0, model="/no/such/model")
+
+
 def test_invalid_options_are_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
