@@ -48,8 +48,6 @@ _NUM_BUCKETS_ELSEWHERE = 4  # few, because models are small there and compiling 
 _NUM_RUNNING = 64  # of simulations and of runners without a device
 MAX_NUM_RUNNING = 256
 """The most requests in the batch that a start derives."""
-HOST_SHARE = 0.5
-"""Share of free host memory that the host tier takes for GPUs by default."""
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
@@ -113,6 +111,13 @@ class CacheConfig:
         "Replaces `cpu_pages`: the share of free host memory that the host tier takes, chunks in transit "
         "included. None: for GPUs 0.5, at most 64 GiB for each; on a CPU an eighth of its memory, at most 1 "
         "GiB; nothing beside `gpu_pages`, or without `stateful`.",
+    )
+    engines_on_host: int = option(
+        1,
+        count(1),
+        "Engines that run on this machine at the same time, at least the number of `--replicas`. Shares of "
+        "its memory, given or by default, are divided among them, except those of GPUs. Exact numbers count "
+        "for each engine.",
     )
     chunk_tokens: int = option(
         32,
@@ -452,14 +457,10 @@ class EngineConfig:
         cache = replace(self.cache, cpu_pages=num_slots, cpu_bytes=None, cpu_memory_fraction=None)
         return replace(self, cache=cache)
 
-    def with_part_of_host(self, num_engines: int) -> EngineConfig:
-        """Return a copy for one of several engines that start on one host at the same time.
-
-        The host tier that nothing is said of takes its part of half of the free memory.
-        """
-        if num_engines == 1 or not self.wants_host_tier:
-            return self
-        return replace(self, cache=replace(self.cache, cpu_memory_fraction=HOST_SHARE / num_engines))
+    def with_engines_on_host(self, num_engines: int) -> EngineConfig:
+        """Return a copy for one of at least `num_engines` engines that start on one host at the same time."""
+        num_engines = max(num_engines, self.cache.engines_on_host)
+        return replace(self, cache=replace(self.cache, engines_on_host=num_engines))
 
     @property
     def wants_host_tier(self) -> bool:

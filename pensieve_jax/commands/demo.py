@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from pensieve_jax import CacheConfig
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS
 from pensieve_jax.commands.demo_screen import (
     DemoTurn,
@@ -63,6 +64,7 @@ def check_events(turns: Sequence[DemoTurn]) -> bool:
 
 def main() -> int:
     """Serve with little memory, replay and compare, and measure; return the exit status."""
+    CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages)  # raises before anything is loaded
     resolve_model(FLAGS.model)
     with exiting_on_interrupt():
         from pensieve_jax.commands import demo_run, demo_speed  # after the check, since these import JAX

@@ -91,6 +91,7 @@ NOT_THE_DEFAULTS = {
     CacheConfig: {
         **{"gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
         **{
+            "engines_on_host": 3,
             "kv_dtype": "int8",
             "pack_host": False,
             "cost_profile": "costs.json",
