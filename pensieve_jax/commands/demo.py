@@ -35,7 +35,12 @@ from pensieve_jax.commands.demo_screen import (
     transcript,
     usage_table,
 )
-from pensieve_jax.commands.engine_flags import CACHE_DIR, COMPILATION_CACHE_HELP, define_model_flag
+from pensieve_jax.commands.engine_flags import (
+    CACHE_DIR,
+    COMPILATION_CACHE_HELP,
+    define_model_flag,
+    take_model_word,
+)
 from pensieve_jax.commands.interrupts import exiting_on_interrupt
 from pensieve_jax.commands.launch import EXIT_FAILED
 from pensieve_jax.commands.words import SMALL_MODEL
@@ -102,6 +107,7 @@ def main() -> int:
 def define_flags() -> None:
     """Define the command-line flags of `pensieve demo`."""
     define_model_flag()
+    take_model_word()
     flags.DEFINE_bool("details", False, "Show every turn: its text, and where its KV cache was.")
     flags.DEFINE_integer("gpu_pages", 16, "Pages of device memory, of 32 tokens each.")
     flags.DEFINE_integer("cpu_pages", 12, "Additional pages of host memory.")

@@ -36,7 +36,7 @@ OURS: Final = {
     **dict.fromkeys(("n", "n_predict", "num_predict", "predict", "max_new_tokens"), "max_tokens"),
     **dict.fromkeys(("temp",), "temperature"),
     **dict.fromkeys(("s",), "seed"),
-    **dict.fromkeys(("sys", "system_prompt", "system_prompt_file"), "system"),
+    **dict.fromkeys(("sys", "system_prompt"), "system"),
     **dict.fromkeys(("i", "input_file"), "input"),
     **dict.fromkeys(("o", "output_file"), "output"),
 }

@@ -67,8 +67,10 @@ def test_an_unknown_flag(command: str) -> None:
         (("serve", "--port=99999"), "port is 99999"),
         (("serve", "--max_num_running=0"), "scheduler.max_num_running is 0"),
         (("demo", "--model=/no/such/model"), "there is no such directory"),
+        (("demo", "/no/such/model"), "there is no such directory"),
         (("demo", "--gpu_pages=1"), "cache.gpu_pages is 1"),
         (("demo", "--cpu_pages=-1"), "cache.cpu_pages is -1"),
+        (("profile", "one", "two"), "model is 'one two', but must be one name"),
         (("profile", "--output=/no/such/file"), "--output is '/no/such/file'"),
     ],
 )
