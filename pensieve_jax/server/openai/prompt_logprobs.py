@@ -27,7 +27,7 @@ def check_not_streamed(field: str, number: int | None, stream: bool | None) -> N
 def scored_by_the_first(params: Sequence[SamplingParams], number: int | None) -> list[SamplingParams]:
     """Return the parameters of a prompt's choices; the first one scores the prompt for all of them.
 
-    `params` score no prompt, and none of them does if `number` is None.
+    `params` must not score the prompt; with None for `number`, the first one does not either.
     """
     if number is None:
         return list(params)
