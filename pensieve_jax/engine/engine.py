@@ -10,8 +10,9 @@ Called by `LLM`, streams and the server's engine process, always from one thread
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
@@ -465,25 +466,27 @@ class Engine:
         endings: list[tuple[ReplyState, FinishReason]] = []
         broken = self._accept_prompts(step, result)
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
-        touched = self._ledger.touched
-        for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
-            step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
+        are_finite = np.isfinite(result.logprobs).tolist()
+        replies, touched = self._ledger.replies, self._ledger.touched
+        passed = {*step.discarded, *self._ledger.complete, *(reply.request for reply in broken)}
+        if passed:
+            replies = {request: reply for request, reply in replies.items() if request not in passed}
+        for row, ((request, _, position, _), token_id, logprob, is_finite) in enumerate(
+            zip(step.sampling, token_ids, logprobs, are_finite, strict=False)
         ):  # not strict, because the result is padded
-            reply = self._ledger.replies.get(request)
-            if (
-                reply is None
-                or reply in broken
-                or request in step.discarded
-                or self._ledger.is_complete(request)
-            ):
+            reply = replies.get(request)
+            if reply is None:
                 continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
             assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
-            if not isfinite(logprob):
+            if not is_finite:
                 broken.append(reply)
                 continue
             request.token_ids[position] = token_id
             touched[request] = None
-            reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
+            if reply.logprobs is None:  # as most: a view of a row of the result takes longer than the rest
+                reason = reply.accept(token_id, logprob)
+            else:
+                reason = reply.accept(token_id, logprob, result.top_ids[row], result.top_logprobs[row])
             if reason is not None:
                 endings.append((reply, reason))
         ended = self._ledger.commit(endings) + self._ledger.lose_to_logits(broken)
@@ -524,7 +527,7 @@ class Engine:
             reply
             for reply in replies
             if (reply.request.status is not RequestStatus.WAITING or reply.lacks_scores)
-            and not self._ledger.is_complete(reply.request)
+            and reply.request not in self._ledger.complete
         ]
         turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:

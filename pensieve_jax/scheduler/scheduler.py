@@ -34,7 +34,7 @@ Rules:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from operator import attrgetter
 from typing import Final
 
@@ -220,6 +220,8 @@ class Scheduler:
 
         Each must be admitted before the next is asked for. Without one, the next step admits none.
         """
+        if not self.waiting:
+            return
         chunk_tokens, unified = self._cache.chunk_tokens, self._config.unified
         pages = self._cache.earlier_pages()
         num_earlier = num_tokens = num_rows = 0
@@ -229,13 +231,15 @@ class Scheduler:
                 num_earlier = bisect.bisect(self.running, request.request_id, first, key=_arrival)
                 if num_earlier >= self._config.running_limit:
                     return
-                for earlier in self.running[first:num_earlier]:
-                    pages.add_running(earlier.sequence)
-                    if not (earlier.is_decoding or _is_decode(earlier)):
-                        more_tokens, more_rows = earlier.num_missing(chunk_tokens)
-                        num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
-                    elif unified:
-                        num_tokens, num_rows = num_tokens + 1, num_rows + 1
+                earlier = self.running[first:num_earlier]
+                pages.add_running(*[one.sequence for one in earlier])
+                others = _non_decodes(earlier)
+                if unified:
+                    num_tokens += len(earlier) - len(others)
+                    num_rows += len(earlier) - len(others)
+                for one in others:
+                    more_tokens, more_rows = one.num_missing(chunk_tokens)
+                    num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
             if num_tokens >= self._buckets[-1] or num_rows >= self._max_num_rows:
                 return
             if pages.leave_room(request.sequence, len(request.token_ids)):
@@ -262,13 +266,9 @@ class Scheduler:
         self.running.insert(num_earlier, request)
         return True
 
-    def _non_decodes(self) -> list[Request]:
-        """Return the running requests that are not decodes."""
-        return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
-
     def _grant_running(self, *, with_decodes: bool) -> _Step:
         """Fill a step with the missing tokens of running requests, by arrival."""
-        others = dict.fromkeys(self._non_decodes())
+        others = dict.fromkeys(_non_decodes(self.running))
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         step = self._begin_step(num_decodes, others)
         grants = step.grants
@@ -344,6 +344,11 @@ class Scheduler:
         """Append a placeholder for the token being sampled, the only one that the request now misses."""
         request.token_ids.append(PENDING_TOKEN)
         request.is_decoding = True
+
+
+def _non_decodes(requests: Iterable[Request]) -> list[Request]:
+    """Return the running requests that are not decodes."""
+    return [request for request in requests if not (request.is_decoding or _is_decode(request))]
 
 
 def _is_decode(request: Request) -> bool:

@@ -75,11 +75,12 @@ class CompilingTurns:
         Raises the error of a form that cannot be compiled, and GrammarQueueFullError if too many grammars are
         compiling.
         """
-        if self._grammars is None:
+        forms = dict.fromkeys([form for form in asked if form is not None])
+        if self._grammars is None or not forms:
             return {}
         found: dict[StructuredOutput, Grammar] = {}
         missing: list[StructuredOutput] = []
-        for form in dict.fromkeys(form for form in asked if form is not None):
+        for form in forms:
             grammar = known.get(form) or self._grammars.kept(form)
             if isinstance(grammar, PensieveError):
                 raise grammar
@@ -102,6 +103,11 @@ class CompilingTurns:
             future.add_done_callback(self._notify)
         self._held.append(_Held(message, found, {form: self._compiling[form] for form in missing}))
         return None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any grammar was compiled here; `take_ready` yields nothing before."""
+        return self._sockets is not None
 
     def forget(self, message: Submit) -> None:
         """Hold a message no more. Grammars that only it waits for are not compiled, if that has not begun."""

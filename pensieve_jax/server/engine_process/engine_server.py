@@ -166,9 +166,11 @@ class EngineServer:
         if not engine.has_unfinished:
             self._wait()
         self._take_inbox()
-        self._retry_calls()
-        for message, compiled in self._compiling.take_ready():
-            self._submit(message, compiled)
+        if self._calls:
+            self._retry_calls()
+        if self._compiling.has_begun:
+            for message, compiled in self._compiling.take_ready():
+                self._submit(message, compiled)
         if engine.has_unfinished or self._may_copy:
             self._may_copy = False
             for turn in engine.step():
@@ -334,7 +336,7 @@ class EngineServer:
 
     def _retry_calls(self) -> None:
         """Answer the waiting calls in order, as far as locks allow."""
-        if not self._calls or self._now() < self._next_try_s:
+        if self._now() < self._next_try_s:
             return
         while self._calls and self._answer(self._calls[0]):
             self._calls.popleft()
@@ -417,7 +419,9 @@ class EngineServer:
         report.texts, report.token_ids = deltas.texts, deltas.token_ids
         report.logprobs = {numbers[turn]: logprobs for turn, logprobs in deltas.logprobs.items()}
         self._num_deltas += len(deltas.turns)
-        self._num_delta_tokens += sum(1 if isinstance(ids, int) else len(ids) for ids in deltas.token_ids)
+        self._num_delta_tokens += len(deltas.token_ids)
+        if list in map(type, deltas.token_ids):  # rarely: most steps have one new id for each turn
+            self._num_delta_tokens += sum(len(ids) - 1 for ids in deltas.token_ids if isinstance(ids, list))
 
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -302,5 +302,5 @@ def _choice(index: int, delta: bytes, logprobs: bytes = b"null", *, reason: str 
         index,
         delta,
         logprobs,
-        encode_json(reason),
+        b"null" if reason is None else encode_json(reason),
     )

@@ -511,15 +511,25 @@ def test_a_front_end_that_reads_late_gets_merged_deltas() -> None:
         server.run_once()
     reader, sizes = FrameReader(Report), []
     front.setblocking(False)
-    for _ in range(200):
+
+    def read() -> bool:
         try:
             data = front.recv(1 << 16)
         except BlockingIOError:
-            break
+            return False
         for report in reader.feed(data):
-            sizes += [1 if isinstance(new, int) else len(new) for new in report.token_ids]
+            sizes.extend(1 if isinstance(new, int) else len(new) for new in report.token_ids)
+        return True
+
+    for _ in range(200):
+        if not read():
+            break
         server.run_once()
     assert max(sizes) > 50, "nothing was merged"
+    while server._unsent or read():
+        server._send()
+        read()
+    assert (len(sizes), sum(sizes)) == (server._num_deltas, server._num_delta_tokens)
     front.close()
     server.run_once()
     server.run_once()
