@@ -9,10 +9,10 @@ lengths, in which nothing is hostile. The attacks follow, `--num_clients` reques
 
 The report has two kinds of figures. The gaps between the tokens of the stream are wall time, so other
 programs on the machine count. So does the time to the first token of each of its replies, which has no
-limit: a prompt waits for longer ones before it, in the controls as well. How long the server's event loop and its engine's thread were held is processor
-time (see `pensieve_lab.hostile.slices`). An attack whose gap is too long runs again with a new server, up to
-`--max_runs` times in all, and the shortest of these gaps counts. The last line is one JSON document (see
-`--json`).
+limit: a prompt waits for longer ones before it, in the controls as well. How long the server's event loop
+and its engine's thread were held is processor time (see `pensieve_lab.hostile.slices`). An attack whose gap
+is too long runs again with a new server, up to `--max_runs` times in all, and the shortest of these gaps
+counts. The last line is one JSON document (see `--json`).
 
 The exit status is 1 if an answer is neither valid nor a typed refusal, or if the stream failed or changed. It
 is 1 as well if an attack held one of the two threads for longer than `--max_held_ms` and than its control. So
