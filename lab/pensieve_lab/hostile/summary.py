@@ -126,6 +126,8 @@ def summary(quiet: Run, after: Run, attacks: Sequence[Attack]) -> dict[str, Any]
             "requests": sum(one.run.answers.codes.total() for one in members),
             "longest_gap": max(one.run.gaps.max_ms for one in members),
             "longest_gap_of_control": control.gaps.max_ms,
+            "longest_first": max(one.run.gaps.first_ms for one in members),
+            "longest_first_of_control": control.gaps.first_ms,
             "longest_held": max(one.run.longest_held_ms for one in members),
             "longest_held_of_control": control.longest_held_ms,
             "control": control.as_dict(),

@@ -7,11 +7,12 @@ streams chats in a process of its own. The first `--quiet_s` are without others.
 `pensieve_lab.hostile.requests` begins with its control: the same number of requests with the same prompts and
 lengths, in which nothing is hostile. The attacks follow, `--num_clients` requests at a time.
 
-The report has two kinds of figures. The gaps between the pieces of the stream are wall time, so other
-programs on the machine count. How long the server's event loop and its engine's thread were held is processor
-time (see `pensieve_lab.hostile.slices`). An attack whose gap is too long runs again with a new server, up to
-`--max_runs` times in all, and the shortest of these gaps counts. The last line is one JSON document (see
-`--json`).
+The report has two kinds of figures. The gaps between the tokens of the stream are wall time, so other
+programs on the machine count. So does the time to the first token of each of its replies, which has no
+limit: a prompt waits for longer ones before it, in the controls as well. How long the server's event loop
+and its engine's thread were held is processor time (see `pensieve_lab.hostile.slices`). An attack whose gap
+is too long runs again with a new server, up to `--max_runs` times in all, and the shortest of these gaps
+counts. The last line is one JSON document (see `--json`).
 
 The exit status is 1 if an answer is neither valid nor a typed refusal, or if the stream failed or changed. It
 is 1 as well if an attack held one of the two threads for longer than `--max_held_ms` and than its control. So
@@ -200,15 +201,17 @@ class _Runner:
 def _report(quiet: Run, after: Run, attacks: Sequence[Attack]) -> int:
     limits = Limits(stall_ms=FLAGS.max_stall_ms, held_ms=FLAGS.max_held_ms)
     found = summary(quiet, after, attacks)
-    columns = ["group", "requests", "longest gap (ms)", "of control", "held (ms)", "of control"]
-    print(table(columns, [list(row.values())[:6] for row in found["groups"].values()]))
+    columns = ["group", "requests", "longest gap (ms)", "of control", "first token (ms)", "of control"]
+    columns += ["held (ms)", "of control"]
+    print(table(columns, [list(row.values())[:8] for row in found["groups"].values()]))
     print(table(["answer", "number"], list(found["answers"].items())))
     wrong = problems(after, attacks, limits)
     for line in wrong:
         print(line)
     results: dict[str, Any] = {**found, "problems": wrong, "limits": limits._asdict()}
     units = {
-        "gaps": "ms of wall time between two pieces of a stream",
+        "gaps": "ms of wall time between two tokens of a stream",
+        "first": "ms of wall time from a request to its first token",
         "held": "ms of processor time of one thread",
         "rss_mb": "MB (10^6 bytes) of both processes",
     }
