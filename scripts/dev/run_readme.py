@@ -140,7 +140,6 @@ class Runner:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_hear_interrupts,
         )
 
     def _end_of(
@@ -167,11 +166,6 @@ class Runner:
 def _failed(text: str, problem: str, log: Path) -> CommandFailedError:
     last = log.read_text("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
     return CommandFailedError("\n".join([f"{text}: {problem}", *last]))
-
-
-def _hear_interrupts() -> None:
-    """Let Ctrl-C end this process, even if this script was started to ignore it, as in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -246,6 +240,8 @@ def run_all(commands: list[Command], runner: Runner) -> None:
 
 def main() -> int:
     """Run the commands, or list them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background; servers would ignore it, too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     found = commands_of((ROOT / "README.md").read_text(encoding="utf-8"))
     if left := NOT_RUN.keys() - {command.text for command in found}:
         print(f"run_readme: README.md has no command {', '.join(sorted(left))}; remove it from NOT_RUN")

@@ -29,6 +29,7 @@ from typing import Any, Final
 from absl import flags
 
 from pensieve_jax import ConfigError
+from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 
@@ -134,14 +135,15 @@ def _row(figure: tuple[str, dict[str, Any]]) -> list[object]:
 
 
 def define_flags() -> None:
-    flags.DEFINE_string("earlier", None, "Folder of the earlier checkout.", required=True)
+    flags.DEFINE_string("earlier", None, "Folder of the earlier checkout.")
     flags.DEFINE_string("later", None, "Folder of the later checkout; default: this one.")
-    flags.DEFINE_string("program", None, "Name of the benchmark.", required=True)
-    flags.DEFINE_list("figures", None, "Figures to compare: paths in its results.", required=True)
+    flags.DEFINE_string("program", None, "Name of the benchmark.")
+    flags.DEFINE_list("figures", None, "Figures to compare: paths in its results.")
     flags.DEFINE_string("arguments", "", "Its arguments, as in a shell.")
     flags.DEFINE_integer("num_pairs", 5, "Runs of each checkout.", lower_bound=1)
     flags.DEFINE_string("device", "none (host only)", "What it runs on, for the document.")
     define_document_flag()
+    require("earlier", "program", "figures")
 
 
 if __name__ == "__main__":
