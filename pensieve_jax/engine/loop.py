@@ -20,7 +20,7 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
+from pensieve_jax.scheduler import ByArrival, Request, Scheduler, SchedulerOutput
 
 _MIN_KNOWN_TO_SWEEP = 64
 type Observe = Callable[[SchedulerOutput], None]
@@ -76,7 +76,8 @@ class EngineLoop[Step]:
             on_move=on_move,
             learned_state=learned_state,
         )
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        order = ByArrival(config.scheduler, config.cache.chunk_tokens)
+        self.scheduler = Scheduler(config.scheduler, self.cache, order)
         self.in_flight: Step | None = None
         self._transfers = transfers
         self._stats = stats

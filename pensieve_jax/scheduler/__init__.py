@@ -11,13 +11,16 @@ from pensieve_jax.scheduler.buckets import (
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 from pensieve_jax.scheduler.planner import Planner
+from pensieve_jax.scheduler.prompt_order import ByArrival, PromptOrder
 from pensieve_jax.scheduler.request import Request, RequestStatus
 from pensieve_jax.scheduler.scheduler import Scheduler
 
 __all__ = [
+    "ByArrival",
     "Grant",
     "PlanLayout",
     "Planner",
+    "PromptOrder",
     "Request",
     "RequestStatus",
     "Scheduler",

@@ -7,7 +7,9 @@ Does not know: the device, text, or the layout of a step (`planner`).
 Called by the engine loop.
 
 Rules:
-- Arrival is priority: tokens are granted by arrival, after one decode token per running request is set aside.
+- Each running request gets a decode token first. The order of prompts (`prompt_order`) says who gets the
+  other tokens of a step, and how many these are.
+- Admission and suspension go by arrival.
 - A waiting request has *room* if the pool holds its pages beside those of the running requests that arrived
   before it, those that earlier waiting requests still have, and the reserve. The reserve is waived if no
   earlier request runs.
@@ -41,13 +43,15 @@ from typing import Final
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.scheduler.buckets import scoring_bucket, step_limit, token_buckets
+from pensieve_jax.scheduler.buckets import scoring_bucket
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
+from pensieve_jax.scheduler.prompt_order import PromptOrder
 from pensieve_jax.scheduler.request import Request, RequestStatus
 
 MAX_PASSED: Final = 128
 """The most waiting requests that another one passes. It limits the host time of a step: 1 us for each."""
 _arrival = attrgetter("request_id")
+_arrival_of_grant = attrgetter("request.request_id")
 
 
 class _Step:
@@ -69,13 +73,13 @@ class Scheduler:
       waiting: new and suspended requests, by arrival.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, order: PromptOrder) -> None:
         """Start without requests; every `schedule` changes `cache`."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._config = config
         self._cache = cache
-        self._buckets = token_buckets(config)
+        self._order = order
         self._scoring_bucket = scoring_bucket(config, cache.chunk_tokens)
         self._max_num_rows = config.row_limit
 
@@ -236,7 +240,7 @@ class Scheduler:
                         num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
                     elif unified:
                         num_tokens, num_rows = num_tokens + 1, num_rows + 1
-            if num_tokens >= self._buckets[-1] or num_rows >= self._max_num_rows:
+            if self._order.is_enough(num_tokens, num_rows):
                 return
             if pages.leave_room(request.sequence, len(request.token_ids)):
                 yield request, num_earlier
@@ -267,35 +271,30 @@ class Scheduler:
         return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
 
     def _grant_running(self, *, with_decodes: bool) -> _Step:
-        """Fill a step with the missing tokens of running requests, by arrival."""
+        """Fill a step: a token for each decode, and what is left for the others, in their order."""
         others = dict.fromkeys(self._non_decodes())
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         step = self._begin_step(num_decodes, others)
         grants = step.grants
+        for request in self._order.arrange(tuple(others)):
+            self._grant_missing(step, request)
         decoding: list[CachedSequence] = []
-        for request in self.running:
-            if request in others:
-                self._grant_missing(step, request)
-            elif with_decodes:
+        for request in self.running if num_decodes else ():
+            if request not in others:
                 end = len(request.token_ids)
                 grants.append(Grant(request, end - 1, end, True))
                 decoding.append(request.sequence)
                 self._await_token(request)
         self._cache.fill_next(decoding)
+        if others:
+            grants.sort(key=_arrival_of_grant)  # rows stand by arrival in every order
         return step
 
     def _begin_step(self, num_decodes: int, others: Collection[Request]) -> _Step:
         """Make an empty step, with tokens and rows set aside for decodes."""
-        chunk_tokens = self._cache.chunk_tokens
         if any(request.is_scoring for request in others):
             return _Step(self._scoring_bucket - num_decodes, self._max_num_rows - num_decodes)
-        limit = step_limit(
-            self._buckets,
-            num_decodes,
-            sum(request.num_missing(chunk_tokens)[0] for request in others),
-            chunk_tokens=chunk_tokens,
-            prompt_steps=self._config.prompt_steps,
-        )
+        limit = self._order.step_limit(num_decodes, others)
         return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
     def _expedite(self) -> tuple[tuple[int, ...], _Step]:

@@ -9,7 +9,7 @@ from pensieve_jax.cache import PageTable
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
+from pensieve_jax.scheduler import ByArrival, Request, Scheduler, SchedulerOutput
 from tests.cache.helpers import CHUNK, Cache
 from tests.scheduler.priority import check_priority
 
@@ -51,7 +51,7 @@ class SchedulerHarness:
             token_buckets=token_buckets,
             unified=unified,
         )
-        self.scheduler = Scheduler(config, self.cache.manager)
+        self.scheduler = Scheduler(config, self.cache.manager, ByArrival(config, CHUNK))
         self.steps: list[list[tuple[str, int, int, bool]]] = []
         self._num_requests = 0
         self.sequences: dict[str, tuple[Conversation, object]] = {}
