@@ -60,6 +60,7 @@ TOOL_CALL_PARSERS = (
     *("deepseek_v3", "deepseek_v31", "kimi_k2", "harmony"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
+PROMPT_ORDERS = ("arrival", "work_left")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -252,6 +253,13 @@ class SchedulerConfig:
         "The most query tokens of a step. With a smaller value, prompts take more steps, and decodes wait "
         "less for each step. It must leave room for one chunk beside one decode token per running request, "
         "so that the oldest request always advances.",
+    )
+    prompt_order: str = option(
+        "arrival",
+        one_of(PROMPT_ORDERS),
+        "Which prompt of the batch a step computes first. arrival: the oldest. work_left: the one with the "
+        "least time left to compute, where each second of waiting outweighs a quarter of a second of work. "
+        "Up to 8 prompts are then in progress, and first tokens come sooner on average.",
     )
     prompt_steps: int = option(
         0,

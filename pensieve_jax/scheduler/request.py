@@ -38,7 +38,8 @@ class Request:
     """One turn of one conversation.
 
     Attributes:
-      request_id: its arrival number; requests are served in this order.
+      request_id: its arrival number; requests are admitted in this order.
+      arrival_s: time of its arrival; set by an order of prompts that needs it.
       seed: 64-bit seed of the turn's samples.
       sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
       bias: biases of `params`, by `bias_words`; None without any.
@@ -65,6 +66,7 @@ class Request:
         "_swapped_in_tokens",
         "_uncomputed",
         "_was_admitted",
+        "arrival_s",
         "bias",
         "conversation",
         "ending_ids",
@@ -102,6 +104,7 @@ class Request:
     ) -> None:
         """Start waiting; the conversation's `token_ids` must already end with the prompt."""
         self.request_id = request_id
+        self.arrival_s = 0.0
         self.conversation = conversation
         self.sequence = sequence
         self.params = params

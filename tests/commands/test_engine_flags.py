@@ -101,7 +101,7 @@ NOT_THE_DEFAULTS = {
     },
     SchedulerConfig: {
         **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11, "prompt_steps": 8},
-        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False},
+        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "work_left"},
     },
     RunnerConfig: {
         **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},

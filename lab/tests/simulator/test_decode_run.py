@@ -16,6 +16,8 @@ CONFIGS = {
     "ample": small_config(gpu_pages=400, cpu_pages=400, max_num_running=32),
     "tight": small_config(gpu_pages=26, cpu_pages=12),
     "no priority": small_config(retrieval_priority=False, prefetch=False),
+    "work left": small_config(prompt_order="work_left"),
+    "work left, tight": small_config(prompt_order="work_left", gpu_pages=26, cpu_pages=12),
 }
 
 
