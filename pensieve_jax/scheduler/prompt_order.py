@@ -1,8 +1,8 @@
 """The order in which prompts take part in steps, and how much a step holds beside decodes.
 
 Owns: who gets the tokens of a step first, how many requests may have tokens to compute at a time, and the
-limit of a step. A *prompt* is a running request that misses more than its last token: a prompt proper,
-recomputation, or a resumed turn.
+limit of a step, which `step_target` may lower. A *prompt* is a running request that misses more than its last
+token: a prompt proper, recomputation, or a resumed turn.
 Does not know: pages, copies, or how intervals are granted (`scheduler`).
 Called by the scheduler.
 """
@@ -10,53 +10,29 @@ Called by the scheduler.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from pensieve_jax.cache import CostModel
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.clock import Clock
 from pensieve_jax.scheduler.buckets import step_limit, token_buckets
+from pensieve_jax.scheduler.prompt_work import PromptWork
 from pensieve_jax.scheduler.request import Request
+from pensieve_jax.scheduler.step_target import StepTarget
 
 AGE_SHARE: Final = 0.25
 """Seconds of work that a second of waiting outweighs, in the order by work left."""
 MAX_NUM_PROMPTS: Final = 8
 """The most prompts before a request that joins, in the order by work left."""
-_FAR_TOKENS = 16_384  # context at which the time of a pair is read from the cost model
-
-
-class PromptWork:
-    """The time of missing tokens: `token_s` for each, and `pair_s` for each query-key pair.
-
-    Attributes:
-      token_s: seconds per token.
-      pair_s: seconds per pair of a query and a key.
-    """
-
-    def __init__(self, cost_model: CostModel, chunk_tokens: int) -> None:
-        """Fit both to the first chunk of `cost_model` and to one far behind it."""
-        first_s, far_s = cost_model.chunk_cost_s(chunk_tokens), cost_model.chunk_cost_s(_FAR_TOKENS)
-        self.pair_s = (far_s - first_s) / (chunk_tokens * (_FAR_TOKENS - chunk_tokens))
-        self.token_s = max(first_s / chunk_tokens - self.pair_s * chunk_tokens / 2, 0.0)
-
-    def of_interval(self, start: int, end: int) -> float:
-        """Return the seconds of tokens [start, end); each attends to all before it."""
-        return (end - start) * (self.token_s + self.pair_s * (start + end) / 2)
-
-    def left(self, request: Request) -> float:
-        """Return the seconds of what a request misses; chunks on their way to a page are not missing."""
-        seconds = self.of_interval(request.sequence.num_kv_tokens, len(request.token_ids))
-        for start, end in request.holes:
-            seconds += self.of_interval(start, end)
-        return seconds
 
 
 class PromptOrder(ABC):
     """A rule for prompts. Under every rule, requests are admitted by arrival, and the latest is suspended."""
 
-    def __init__(self, config: SchedulerConfig, chunk_tokens: int) -> None:
-        """Use the limits of `config`."""
+    def __init__(self, config: SchedulerConfig, chunk_tokens: int, target: StepTarget | None = None) -> None:
+        """Use the limits of `config`, and the `target` of steps beside decodes, if there is one."""
+        self._target = target
         self._buckets = token_buckets(config)
         self._max_num_rows = config.row_limit
         self._prompt_steps = config.prompt_steps
@@ -64,6 +40,11 @@ class PromptOrder(ABC):
 
     def on_arrival(self, request: Request) -> None:  # noqa: B027 - most orders need no times
         """Note that a request arrives now."""
+
+    def on_decoding(self, request: Request) -> None:
+        """Note that a request may decode from the step being scheduled on."""
+        if self._target is not None:
+            self._target.on_decoding(request)
 
     @abstractmethod
     def arrange(self, prompts: Sequence[Request]) -> Sequence[Request]:
@@ -79,15 +60,33 @@ class PromptOrder(ABC):
           num_rows: rows of a step for these.
         """
 
-    def step_limit(self, num_decodes: int, prompts: Collection[Request]) -> int:
-        """Return the most tokens of a step, decodes included; see `buckets.step_limit` for the least."""
-        return step_limit(
+    def step_limit(
+        self,
+        num_decodes: int,
+        prompts: Sequence[Request],
+        *,
+        running: Iterable[Request],
+        waiting: Iterable[Request],
+    ) -> int:
+        """Return the most tokens of a step, decodes included; see `buckets.step_limit` for the least.
+
+        Args:
+          num_decodes: rows of one token.
+          prompts: prompts in the order of `arrange`.
+          running: requests of the batch.
+          waiting: requests of the queue.
+        """
+        limit = step_limit(
             self._buckets,
             num_decodes,
             sum(request.num_missing(self._chunk_tokens)[0] for request in prompts),
             chunk_tokens=self._chunk_tokens,
             prompt_steps=self._prompt_steps,
         )
+        if self._target is None or not num_decodes:
+            return limit
+        buckets = [size for size in self._buckets if size <= limit]
+        return self._target.limit(buckets, num_decodes, prompts, running=running, waiting=waiting)
 
 
 class ByArrival(PromptOrder):
@@ -108,9 +107,16 @@ class ByWorkLeft(PromptOrder):
     many arrive later. A request joins while fewer than `MAX_NUM_PROMPTS` prompts arrived before it.
     """
 
-    def __init__(self, config: SchedulerConfig, chunk_tokens: int, work: PromptWork, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        chunk_tokens: int,
+        work: PromptWork,
+        clock: Clock,
+        target: StepTarget | None = None,
+    ) -> None:
         """Use the limits of `config`, and times of `clock`, which must never go back."""
-        super().__init__(config, chunk_tokens)
+        super().__init__(config, chunk_tokens, target)
         self._work = work
         self._clock = clock
         self._start_s = clock.now()  # sums of small numbers are precise
@@ -131,7 +137,11 @@ class ByWorkLeft(PromptOrder):
 def make_prompt_order(
     config: SchedulerConfig, chunk_tokens: int, cost_model: CostModel, clock: Clock
 ) -> PromptOrder:
-    """Return the order that `config.prompt_order` names."""
+    """Return the order that `config.prompt_order` names, with the target of `config.target_tpot_ms`."""
+    work = PromptWork(cost_model, chunk_tokens)
+    target = None
+    if config.target_tpot_ms is not None:
+        target = StepTarget(config.target_tpot_ms, work, clock, chunk_tokens)
     if config.prompt_order == "arrival":
-        return ByArrival(config, chunk_tokens)
-    return ByWorkLeft(config, chunk_tokens, PromptWork(cost_model, chunk_tokens), clock)
+        return ByArrival(config, chunk_tokens, target)
+    return ByWorkLeft(config, chunk_tokens, work, clock, target)

@@ -40,6 +40,7 @@ class Request:
     Attributes:
       request_id: its arrival number; requests are admitted in this order.
       arrival_s: time of its arrival; set by an order of prompts that needs it.
+      decoding_since: time from which its later tokens count, and its length then; set if steps have a target.
       seed: 64-bit seed of the turn's samples.
       sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
       bias: biases of `params`, by `bias_words`; None without any.
@@ -69,6 +70,7 @@ class Request:
         "arrival_s",
         "bias",
         "conversation",
+        "decoding_since",
         "ending_ids",
         "holes",
         "is_decoding",
@@ -105,6 +107,7 @@ class Request:
         """Start waiting; the conversation's `token_ids` must already end with the prompt."""
         self.request_id = request_id
         self.arrival_s = 0.0
+        self.decoding_since = (0.0, 0)
         self.conversation = conversation
         self.sequence = sequence
         self.params = params

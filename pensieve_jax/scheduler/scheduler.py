@@ -37,7 +37,7 @@ Rules:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -288,6 +288,7 @@ class Scheduler:
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.on_admitted(self._cache.chunk_tokens)
+        self._order.on_decoding(request)  # a resumed one may miss its last token only
         self.running.insert(num_earlier, request)
         return True
 
@@ -299,9 +300,10 @@ class Scheduler:
         """Fill a step: a token for each decode, and what is left for the others, in their order."""
         others = dict.fromkeys(self._non_decodes())
         num_decodes = len(self.running) - len(others) if with_decodes else 0
-        step = self._begin_step(num_decodes, others)
+        prompts = self._order.arrange(tuple(others))
+        step = self._begin_step(num_decodes, prompts)
         grants = step.grants
-        self._grant_prompts(step, self._order.arrange(tuple(others)))
+        self._grant_prompts(step, prompts)
         decoding: list[CachedSequence] = []
         for request in self.running if num_decodes else ():
             if request not in others:
@@ -314,11 +316,11 @@ class Scheduler:
             grants.sort(key=_arrival_of_grant)  # rows stand by arrival in every order
         return step
 
-    def _begin_step(self, num_decodes: int, others: Collection[Request]) -> _Step:
-        """Make an empty step, with tokens and rows set aside for decodes."""
-        if any(request.is_scoring for request in others):
+    def _begin_step(self, num_decodes: int, prompts: Sequence[Request]) -> _Step:
+        """Make an empty step for prompts in their order, with tokens and rows set aside for decodes."""
+        if any(request.is_scoring for request in prompts):
             return _Step(self._scoring_bucket - num_decodes, self._max_num_rows - num_decodes)
-        limit = self._order.step_limit(num_decodes, others)
+        limit = self._order.step_limit(num_decodes, prompts, running=self.running, waiting=self.waiting)
         return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
     def _expedite(self) -> tuple[tuple[int, ...], _Step]:
@@ -368,6 +370,7 @@ class Scheduler:
         step.num_rows_left -= 1
         self._cache.fill(request.sequence, start, end)
         if samples:
+            self._order.on_decoding(request)
             self._await_token(request)
 
     @staticmethod

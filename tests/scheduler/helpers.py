@@ -44,6 +44,7 @@ class SchedulerHarness:
         token_buckets: tuple[int, ...] | None = None,
         unified: bool = True,
         prompt_order: str = "arrival",
+        target_tpot_ms: float | None = None,
         cost_model: CostModel = COSTS,
         **cache: Any,
     ) -> None:
@@ -56,6 +57,7 @@ class SchedulerHarness:
             token_buckets=token_buckets,
             unified=unified,
             prompt_order=prompt_order,
+            target_tpot_ms=target_tpot_ms,
         )
         order = make_prompt_order(config, CHUNK, cost_model, self.cache.clock)
         self.scheduler = Scheduler(config, self.cache.manager, order)

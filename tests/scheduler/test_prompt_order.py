@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from pensieve_jax.config import PROMPT_ORDERS
 from pensieve_jax.scheduler import Request, RequestStatus, Scheduler, prompt_order
-from pensieve_jax.scheduler.prompt_order import AGE_SHARE, MAX_NUM_PROMPTS, PromptWork
+from pensieve_jax.scheduler.prompt_order import AGE_SHARE, MAX_NUM_PROMPTS
+from pensieve_jax.scheduler.prompt_work import PromptWork
 from tests.scheduler.helpers import CHUNK, COSTS, SchedulerHarness
 from tests.scheduler.test_passing import Arrival, Pool, pools, run_turns, turns
 from tests.scheduler.test_two_tiers import returning
