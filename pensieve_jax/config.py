@@ -269,8 +269,9 @@ class SchedulerConfig:
         None,
         optional(number("above 0 milliseconds", lambda value: 0 < value < math.inf)),
         "Milliseconds per later token that running replies should take on average. Beside replies over the "
-        "target, a step has at most 256 tokens. Beside others it has at most 512, or up to "
-        "max_num_batched_tokens while enough prompts wait. None: always up to max_num_batched_tokens.",
+        "target, a step has at most 256 tokens, or 512 while over a quarter of a second of prompts waits. "
+        "Beside others it has at most 512, or up to max_num_batched_tokens while much more waits than it "
+        "takes. None: always up to max_num_batched_tokens.",
     )
     prompt_steps: int = option(
         0,

@@ -20,6 +20,9 @@ _LEAST_TOKENS: Final = 8  # a reply counts after so many later tokens
 _MIN_WAITING: Final = 4.0  # what waits takes so many times the time of a grown step
 _LONGEST_S: Final = 0.08  # of the prompts in a grown step
 _LEAST_FULL: Final = 0.8  # of a grown step
+_SMALL_WORK_S: Final = (
+    0.25  # small steps cost a third more per token, so they stop while more than this waits
+)
 
 
 class StepTarget:
@@ -47,9 +50,10 @@ class StepTarget:
     ) -> int:
         """Return the most tokens of a step beside decodes: one of `buckets`, in ascending order.
 
-        Over the target it is a small one, in which tokens of prompts hardly cost time. Within the target it
-        is the usual one, or the largest that prompts fill by four fifths in at most 80 ms, if their work and
-        that of waiting requests is four times as much.
+        Over the target it is a small one, in which tokens of prompts hardly cost time, but the usual one
+        while prompts of over a quarter of a second wait. Within the target it is the usual one, or the
+        largest that prompts fill by four fifths in at most 80 ms, if their work and that of waiting requests
+        is four times as much.
 
         Args:
           buckets: sizes up to the limit of the order.
@@ -59,7 +63,8 @@ class StepTarget:
           waiting: requests of the queue.
         """
         is_over = self.mean_s(running) > self._target_s
-        least = max(SMALL_STEP_TOKENS if is_over else USUAL_STEP_TOKENS, num_decodes + self._chunk_tokens)
+        is_small = is_over and not self._waits(_SMALL_WORK_S, prompts, waiting)
+        least = max(SMALL_STEP_TOKENS if is_small else USUAL_STEP_TOKENS, num_decodes + self._chunk_tokens)
         usual = next((size for size in buckets if size >= least), buckets[-1])
         if is_over or usual == buckets[-1]:
             return usual

@@ -59,8 +59,17 @@ def test_requests_of_the_queue_count_as_waiting():
 @pytest.mark.parametrize(("step_s", "expected"), [(0.019, 1023), (0.021, 255)])
 def test_replies_over_the_target_get_small_steps(step_s, expected):
     harness = harness_of(step_s)
-    harness.add("long", 8000)
+    harness.add("long", 5000)
     assert prompt_tokens(harness) == [expected]
+
+
+def test_replies_over_the_target_get_the_usual_step_while_much_waits():
+    """Small steps cost more per token: they stop where over a quarter of a second waits, 6,250 tokens."""
+    harness = harness_of(0.021)
+    harness.add("long", 7000)
+    assert prompt_tokens(harness, 4, step_s=0.021) == [511, 511, 255, 255]
+    harness.add("waits", 1500)
+    assert prompt_tokens(harness, 3, step_s=0.021) == [511, 511, 255]
 
 
 def test_the_mean_is_that_of_the_running_replies():
@@ -106,8 +115,9 @@ def test_many_decodes_over_the_target_leave_room_for_a_chunk():
         harness.add(f"more {index}", 1, max_tokens=500)
     prompt_tokens(harness, 30, step_s=0.5)
     assert sum(request.is_decoding for request in harness.scheduler.running) == 301
-    harness.add("long", 8000)
-    assert prompt_tokens(harness) == [300 + 512 - 301]
+    harness.add("long", 5000)
+    harness.step()
+    assert sum(end - start for name, start, end, _ in harness.steps[-1] if name == "long") == 512 - 301
 
 
 def test_a_resumed_reply_counts_from_its_return():
