@@ -48,6 +48,10 @@ _NUM_BUCKETS_ELSEWHERE = 4  # few, because models are small there and compiling 
 _NUM_RUNNING = 64  # of simulations and of runners without a device
 MAX_NUM_RUNNING = 256
 """The most requests in the batch that a start derives."""
+SMALL_STEP_TOKENS = 256
+"""The most tokens of a step beside replies over `target_tpot_ms`: a step of decodes takes nearly as long."""
+USUAL_STEP_TOKENS = 512
+"""The most tokens of a step beside replies within `target_tpot_ms`, unless enough prompts wait."""
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
@@ -58,6 +62,7 @@ TOOL_CALL_PARSERS = (
     *("deepseek_v3", "deepseek_v31", "kimi_k2", "harmony"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
+PROMPT_ORDERS = ("arrival", "work_left")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -252,11 +257,26 @@ class SchedulerConfig:
         "hold 512 tokens per request and a step's list of pages is at most 1 MiB.",
     )
     max_num_batched_tokens: int = option(
-        512,
+        USUAL_STEP_TOKENS,
         count(1),
         "The most query tokens of a step. With a smaller value, prompts take more steps, and decodes wait "
         "less for each step. It must leave room for one chunk beside one decode token per running request, "
         "so that the oldest request always advances.",
+    )
+    prompt_order: str = option(
+        "arrival",
+        one_of(PROMPT_ORDERS),
+        "Which prompt of the batch a step computes first. arrival: the oldest. work_left: the one with the "
+        "least time left to compute, where each second of waiting outweighs a quarter of a second of work. "
+        "Up to 8 prompts are then in progress, and first tokens come sooner on average.",
+    )
+    target_tpot_ms: float | None = option(
+        None,
+        optional(number("above 0 milliseconds", lambda value: 0 < value < math.inf)),
+        "Milliseconds per later token that running replies should take on average. Beside replies over the "
+        "target, a step has at most 256 tokens, or 512 while over a quarter of a second of prompts waits. "
+        "Beside others it has at most 512, or up to max_num_batched_tokens while much more waits than it "
+        "takes. None: always up to max_num_batched_tokens.",
     )
     prompt_steps: int = option(
         0,
@@ -300,6 +320,13 @@ class SchedulerConfig:
             "scheduler.max_num_rows",
             self.max_num_rows,
             f"None or at least max_num_running ({self.max_num_running or 1})",
+        )
+        require(
+            self.target_tpot_ms is None or self.max_num_batched_tokens > SMALL_STEP_TOKENS,
+            "scheduler.target_tpot_ms",
+            self.target_tpot_ms,
+            f"None beside max_num_batched_tokens ({self.max_num_batched_tokens}) up to {SMALL_STEP_TOKENS}: "
+            "all steps are small then",
         )
         buckets = self.token_buckets
         if buckets is not None:

@@ -40,7 +40,7 @@ from tests.cellular import test_scenarios as cellular_tests
 from tests.engine import test_real_models, test_seeded_scenarios, test_tree_scenarios, test_two_devices
 from tests.engine.driver import run_scenario
 from tests.engine.real_models import MAX_FAR_FRACTION, MAX_UNCERTAIN_STORED_FRACTION, RealBench
-from tests.engine.scenarios import Scenario, random_scenario
+from tests.engine.scenarios import Scenario, in_order, random_scenario
 from tests.engine.tree_scenarios import run_tree_scenario
 from tests.rebatching import scenarios as rebatching_scenarios
 from tests.rebatching import test_real_models as rebatching_real_models
@@ -76,9 +76,9 @@ def _per_thousand(least: Mapping[str, int], num_schedules: int) -> dict[str, flo
     return {name: count * 1000 / num_schedules for name, count in least.items()}
 
 
-def _tiers() -> Schedule:
+def _tiers(prompt_order: str) -> Schedule:
     def run_one(seed: int) -> Counter[str]:
-        driver = run_scenario(random_scenario(seed))
+        driver = run_scenario(in_order(random_scenario(seed), prompt_order))
         return Counter(driver.totals) + Counter(turns=driver.num_checked)
 
     return run_one
@@ -146,7 +146,10 @@ _IN_8_BITS = {
 _PADDED = dict.fromkeys(("num_resizes", "num_insertions", "suspended", "num_shaped_steps"), 20.0)
 MODES: dict[str, Mode] = {
     # Host-only: a fake runner reads its KV state back.
-    "tiers": Mode(_tiers, _per_thousand(test_seeded_scenarios.LEAST, 900)),
+    **{
+        name: Mode(functools.partial(_tiers, order), _per_thousand(test_seeded_scenarios.LEAST, 900))
+        for name, order in (("tiers", "arrival"), ("work-left", "work_left"))
+    },
     "trees": Mode(_trees, test_tree_scenarios.LEAST),
     "forks": Mode(lambda: run_fork_scenario, _FORKS),
     "cellular": Mode(lambda: cellular_scenarios.run_scenario, cellular_tests.LEAST),

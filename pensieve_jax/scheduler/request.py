@@ -38,7 +38,9 @@ class Request:
     """One turn of one conversation.
 
     Attributes:
-      request_id: its arrival number; requests are served in this order.
+      request_id: its arrival number; requests are admitted in this order.
+      arrival_s: time of its arrival; set by an order of prompts that needs it.
+      decoding_since: time from which its later tokens count, and its length then; set if steps have a target.
       seed: 64-bit seed of the turn's samples.
       sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
       bias: biases of `params`, by `bias_words`; None without any.
@@ -67,8 +69,10 @@ class Request:
         "_swapped_in_tokens",
         "_uncomputed",
         "_was_admitted",
+        "arrival_s",
         "bias",
         "conversation",
+        "decoding_since",
         "ending_ids",
         "holes",
         "is_decoding",
@@ -105,6 +109,8 @@ class Request:
     ) -> None:
         """Start waiting; the conversation's `token_ids` must already end with the prompt."""
         self.request_id = request_id
+        self.arrival_s = 0.0
+        self.decoding_since = (0.0, 0)
         self.conversation = conversation
         self.sequence = sequence
         self.params = params

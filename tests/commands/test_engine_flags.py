@@ -101,8 +101,9 @@ NOT_THE_DEFAULTS = {
         **{"retrieval_priority": False, "prefetch": False, "max_idle_conversations": 7, "idle_ttl_s": 60.5},
     },
     SchedulerConfig: {
-        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11, "prompt_steps": 8},
-        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False},
+        **{"max_num_running": 9, "max_num_batched_tokens": 640, "max_num_rows": 11, "prompt_steps": 8},
+        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "work_left"},
+        "target_tpot_ms": 21.5,
     },
     RunnerConfig: {
         **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hypothesis import strategies as st
@@ -191,6 +191,16 @@ def random_scenario(seed: int) -> Scenario:
         ops=tuple(make_op(choose, kinds) for _ in range(choose.integer(10, 100))),
         delays=make_delays(choose),
     )
+
+
+def with_order(config: EngineConfig, prompt_order: str) -> EngineConfig:
+    """Return the configuration with this order of prompts."""
+    return replace(config, scheduler=replace(config.scheduler, prompt_order=prompt_order))
+
+
+def in_order(scenario: Scenario, prompt_order: str) -> Scenario:
+    """Return the scenario with an engine whose prompts have this order."""
+    return replace(scenario, config=with_order(scenario.config, prompt_order))
 
 
 def hole_scenario(choose: Chooser) -> Scenario:

@@ -42,6 +42,7 @@ from tests.engine.scenarios import (
     make_config,
     make_delays,
     tier_scenario,
+    with_order,
 )
 from tests.engine.trees import Forest, Sent
 
@@ -57,9 +58,10 @@ class TreeScenario:
         totals: counts of what happened.
     """
 
-    def __init__(self, seed: int, folder: Path | None) -> None:
+    def __init__(self, seed: int, folder: Path | None, prompt_order: str) -> None:
         self.choose = RandomChooser(seed)
-        self.config = make_config(self.choose) if seed % 3 else tier_scenario(self.choose).config
+        config = make_config(self.choose) if seed % 3 else tier_scenario(self.choose).config
+        self.config = with_order(config, prompt_order)
         self.delays = make_delays(self.choose)
         self.path = None if folder is None else folder / "history.sqlite"
         self.clock = VirtualClock(1000.0)
@@ -340,14 +342,14 @@ def _length(states: str) -> int:
     return sum(int(count) for count in "".join(c if c.isdigit() else " " for c in states).split())
 
 
-def run_tree_scenario(seed: int) -> Counter[str]:
+def run_tree_scenario(seed: int, prompt_order: str = "arrival") -> Counter[str]:
     """Run one scenario from start to end; raise AssertionError on a failure."""
     with tempfile.TemporaryDirectory() as folder:
-        scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None)
+        scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None, prompt_order)
         try:
             scenario.run()
         except BaseException:
-            print(f"failed: run_tree_scenario({seed})")
+            print(f"failed: run_tree_scenario({seed}, {prompt_order!r})")
             raise
         return scenario.totals
 
