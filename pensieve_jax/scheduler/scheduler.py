@@ -27,6 +27,9 @@ Rules:
   valid.
 - Tokens behind a chunk that is being copied in are not granted before the copy is complete.
 - In every step the oldest request advances or waits for a copy.
+- A decode may carry a draft: tokens that may follow, which the step checks. It takes pages that are free or
+  idle, and the draft is shorter where it gets none. Only tokens that hold count, so nothing else ever sees
+  the others. No step drafts beside prompts, or while requests wait.
 - If batches are not unified (`SchedulerConfig.unified`), decodes pause while other requests have tokens to
   compute.
 """
@@ -34,7 +37,7 @@ Rules:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -48,6 +51,8 @@ from pensieve_jax.scheduler.request import Request, RequestStatus
 MAX_PASSED: Final = 128
 """The most waiting requests that another one passes. It limits the host time of a step: 1 us for each."""
 _arrival = attrgetter("request_id")
+type Draft = Callable[[Request, int], Sequence[int]]
+"""Returns tokens that may follow those of a request, at most so many. All its ids are known."""
 
 
 class _Step:
@@ -78,6 +83,7 @@ class Scheduler:
         self._buckets = token_buckets(config)
         self._scoring_bucket = scoring_bucket(config, cache.chunk_tokens)
         self._max_num_rows = config.row_limit
+        self._max_num_samples = min(config.sample_limit, self._buckets[-1])
 
     def add(self, request: Request) -> None:
         """Queue a request; from now on only earlier arrivals may evict its conversation's chunks."""
@@ -116,6 +122,18 @@ class Scheduler:
         self._cache.truncate(request.sequence, len(request.token_ids) - 1)
         request.is_decoding = _is_decode(request)
 
+    def accept(self, request: Request, position: int, token_ids: Sequence[int]) -> None:
+        """Replace the placeholder at `position` by the ids that a step sampled from there on.
+
+        All but the last one are a draft that holds: the step has computed their KV.
+        """
+        assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
+        request.token_ids[position : position + 1] = token_ids
+        if len(token_ids) > 1:
+            assert len(request.token_ids) == position + len(token_ids), "a step was scheduled before"
+            assert request.status is RequestStatus.RUNNING
+            self._cache.fill(request.sequence, position, position + len(token_ids) - 1)
+
     def check_integrity(self) -> None:
         """Assert that the running requests are in order of arrival, and so are the waiting ones."""
         for requests in (self.running, self.waiting):
@@ -127,18 +145,19 @@ class Scheduler:
         )
         assert all(r.status is RequestStatus.WAITING for r in self.waiting)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, draft: Draft | None = None) -> SchedulerOutput:
         """Decide the next step. This changes host state only; the caller must dispatch the grants.
 
-        All token ids except those of the last dispatched step must be known.
+        All token ids except those of the last dispatched step must be known. With `draft`, these must be
+        known, too. If the step has drafts, `accept` must be called before the next one is scheduled.
         """
         self._cache.begin_step()
         self._retire_exhausted()
         suspended = self._make_room()
         admitted = self._admit(suspended)
-        step = self._grant_running(with_decodes=self._config.unified)
+        step = self._grant_running(draft, with_decodes=self._config.unified)
         if not self._config.unified and not step.grants:
-            step = self._grant_running(with_decodes=True)
+            step = self._grant_running(draft, with_decodes=True)
         self._cache.end_step()
         expedited: tuple[int, ...] = ()
         if not step.grants:  # after `end_step`, so that nothing in this pass takes the slots of these copies
@@ -147,7 +166,7 @@ class Scheduler:
         swap_outs, swap_ins = self._cache.take_copies()
         return SchedulerOutput(
             grants=tuple(step.grants),
-            num_tokens=sum([end - start for _, start, end, _ in step.grants]),
+            num_tokens=sum([grant.end - grant.start for grant in step.grants]),
             admitted=tuple(admitted),
             suspended=tuple(suspended),
             drops=self._cache.take_drops(),
@@ -266,23 +285,39 @@ class Scheduler:
         """Return the running requests that are not decodes."""
         return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
 
-    def _grant_running(self, *, with_decodes: bool) -> _Step:
+    def _grant_running(self, draft: Draft | None, *, with_decodes: bool) -> _Step:
         """Fill a step with the missing tokens of running requests, by arrival."""
         others = dict.fromkeys(self._non_decodes())
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         step = self._begin_step(num_decodes, others)
         grants = step.grants
+        num_drafts_left = self._max_num_samples - num_decodes if not (others or self.waiting) else 0
         decoding: list[CachedSequence] = []
         for request in self.running:
             if request in others:
                 self._grant_missing(step, request)
             elif with_decodes:
                 end = len(request.token_ids)
-                grants.append(Grant(request, end - 1, end, True))
+                drafted: tuple[int, ...] = ()
+                if draft is not None and num_drafts_left > 0:
+                    drafted = self._drafted(draft, request, num_drafts_left)
+                    num_drafts_left -= len(drafted)
+                grants.append(Grant(request, end - 1, end + len(drafted), True, drafted))
                 decoding.append(request.sequence)
                 self._await_token(request)
         self._cache.fill_next(decoding)
         return step
+
+    def _drafted(self, draft: Draft, request: Request, limit: int) -> tuple[int, ...]:
+        """Return a request's draft, and reserve the pages of its tokens as far as there are any."""
+        num_tokens = len(request.token_ids)
+        assert request.token_ids[-1] != PENDING_TOKEN, "a draft follows an id that is not known"
+        drafted = draft(request, min(limit, request.max_total_tokens - num_tokens - 1))
+        if not drafted:
+            return ()
+        sequence = request.sequence
+        self._cache.grow(sequence, num_tokens + len(drafted), latest_arrival=self.running[-1].request_id)
+        return tuple(drafted[: len(sequence.chunks) * self._cache.chunk_tokens - num_tokens])
 
     def _begin_step(self, num_decodes: int, others: Collection[Request]) -> _Step:
         """Make an empty step, with tokens and rows set aside for decodes."""

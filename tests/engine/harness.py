@@ -58,7 +58,7 @@ class Harness:
 
     Attributes:
         scheduled: the scheduler's decisions, by step, empty steps included.
-        num_granted: tokens computed so far, by request.
+        num_granted: tokens computed so far, by request, without drafts.
         swapped_in: history tokens that had been copied in, and not dropped since, when a request was first
             admitted; None for one that begins with a shared prefix.
     """
@@ -120,7 +120,7 @@ class Harness:
         self.scheduled.append(output)
         check_priority(self.engine._loop.scheduler, self.engine._cache, output)
         for grant in output.grants:
-            self.num_granted[grant.request] += grant.end - grant.start
+            self.num_granted[grant.request] += grant.end - grant.start - len(grant.draft)
         for drop in output.drops:
             self._copied_in[drop.conversation_id].discard(drop.index)
         if output.swap_ins:
