@@ -207,10 +207,14 @@ def drafting_scenario(seed: int) -> Scenario:
 
 def with_drafts(scenario: Scenario, seed: int) -> Scenario:
     """Return a scenario in which running turns have drafts that hold in part."""
-    config = scenario.config
+    return replace(scenario, config=with_speculation(scenario.config, seed), drafts=seed)
+
+
+def with_speculation(config: EngineConfig, seed: int) -> EngineConfig:
+    """Return a configuration with drafts of some length."""
     limit = RandomChooser(seed + 1).pick((1, 3, 8, 8, 20))
     scheduler = replace(config.scheduler, speculation="history", max_draft_tokens=limit)
-    return replace(scenario, config=replace(config, scheduler=scheduler), drafts=seed)
+    return replace(config, scheduler=scheduler)
 
 
 def hole_scenario(choose: Chooser) -> Scenario:

@@ -17,6 +17,7 @@ from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import FakeBench
 from tests.engine.scenarios import drafting_scenario
 from tests.engine.test_late_rows import Residues
+from tests.engine.tree_scenarios import run_tree_scenario
 from tests.seeds import enough
 
 LEAST = {  # in 1,000
@@ -43,6 +44,15 @@ def test_random_schedules_have_the_same_tokens_with_drafts(part: int) -> None:
     least = {name: count * num / 1000 for name, count in LEAST.items()}
     rare = {name: totals[name] for name in least if totals[name] < least[name]}
     assert not rare, f"{rare} is less than {least}"
+
+
+def test_random_trees_of_turns_have_the_same_tokens_with_drafts() -> None:
+    """Turns fork branches that run, and whose drafts were rejected."""
+    totals = Counter[str]()
+    for seed in range(100, 100 + enough(12, 2000)):
+        totals += run_tree_scenario(seed, drafts=True)
+    print(dict(totals))
+    assert totals["num_accepted_draft_tokens"] > 20 and totals["forked"] > 20
 
 
 def drafting_harness(max_draft_tokens: int = 8, **config: object) -> Harness:

@@ -15,7 +15,6 @@ from pathlib import Path
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import HistoryError, LogitsError, StepFailedError
 from tests.cache.helpers import learned_state_of
-from tests.engine.draft_oracle import num_accepted_of
 from tests.engine.harness import MAX_STEPS, Harness
 from tests.engine.oracles import Bench, TurnFacts
 from tests.engine.outcomes import COUNTED, Running, check_output, check_usage
@@ -130,8 +129,7 @@ class TurnDriver:
             self._lose(running)
             return
         check_output(running, self.bench)
-        num_accepted = num_accepted_of(self.engine, turn.request)
-        num_granted = self.harness.num_granted.pop(turn.request) + num_accepted
+        num_granted, num_accepted = self.harness.take_num_computed(turn.request)
         num_copied = self.harness.swapped_in.pop(turn.request)
         check_usage(running, num_granted, num_copied, self.scenario.config)
         for name in COUNTED:
