@@ -89,7 +89,7 @@ class _Row:
         return self._draft
 
     def follow(self, token_ids: Iterable[int]) -> None:
-        """Index the turn's next ids, and compare them with the draft."""
+        """Add the turn's next ids to the index, and compare them with the draft."""
         assert self.index is not None
         for token_id in token_ids:
             self.index.append(token_id)
@@ -211,7 +211,7 @@ class HistoryDrafter:
         return sum(row.index is not None for row in self._rows.values()) < MAX_NUM_ROWS
 
     def _is_worth_it(self, row: _Row) -> bool:
-        """Return whether a row's drafts save more than the time of their tokens, beside so many others."""
+        """Return whether a row's drafts save more than the time of their tokens at this load."""
         is_current = row.num_indexed == len(row.request.token_ids) - (
             row.request.token_ids[-1] == PENDING_TOKEN
         )

@@ -27,11 +27,11 @@ class SuffixAutomaton:
 
     Attributes:
       token_ids: the ids, separators included.
-      match_len: length of the longest suffix that also ends at an earlier id; 0 if there is none.
+      match_len: length of the longest suffix that occurs earlier; 0 without one.
     """
 
     def __init__(self) -> None:
-        """Start without ids."""
+        """Start with the empty string alone."""
         self.token_ids = array("i")
         self.match_len = 0
         # By state; 0 is the initial one. `_ends` has the index of the id at which its strings end first.

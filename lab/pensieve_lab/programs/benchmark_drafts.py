@@ -11,10 +11,10 @@ Each number of users has as many turns in progress, and a user sends the next on
 engine runs without drafts and the next one with them, each with its own compiled steps. For each set and
 number of users:
 
-- tokens per second of a user: of each turn from its first token to its last, the median;
-- tokens per second of all, prompts included;
-- tokens per step and turn in steps with drafts, the share of drafted tokens that held, and the share of steps
-  with drafts.
+- Tokens per second of a user: of each turn from its first token to its last, the median.
+- Tokens per second of all, prompts included.
+- Tokens of a turn per step with a draft of it, and the share of drafted tokens that held.
+- The share of steps with drafts.
 
 A preset has no tokenizer, so one with as many ids as the model's vocabulary is learned from the text of this
 checkout. The last line is one JSON document (see `--json`). The exit status is 1 if a reply differs from its
