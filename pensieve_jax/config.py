@@ -64,6 +64,10 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
 PROMPT_ORDERS = ("arrival", "work_left")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
+SPECULATIONS = ("off", "history")
+_MAX_DRAFT_TOKENS = 8
+_MOST_DRAFT_TOKENS = 32
+_MAX_DRAFT_SAMPLES = 128  # above it a further token costs a step more than most drafts save
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _COST_PROFILE = Limit(
@@ -305,6 +309,24 @@ class SchedulerConfig:
         "The most step sizes to derive. Each is compiled before serving, once for all layer groups of the "
         "same size. None is 12 on GPUs, and 4 for an engine on other devices.",
     )
+    speculation: str = option(
+        "off",
+        one_of(SPECULATIONS),
+        "Tokens that a step tries ahead. history drafts what followed where the conversation's last tokens "
+        "occurred before, and keeps of it what the model would have sampled, so replies do not change. It "
+        "drafts only while few requests run and enough drafts hold.",
+    )
+    max_draft_tokens: int | None = option(
+        None,
+        optional(
+            Limit(
+                f"an integer from 1 to {_MOST_DRAFT_TOKENS}",
+                lambda value: is_count(value, 1) and value <= _MOST_DRAFT_TOKENS,
+            )
+        ),
+        f"The most tokens that a request drafts in a step. None: {_MAX_DRAFT_TOKENS}, or 0 without "
+        "`speculation`.",
+    )
     unified: bool = option(
         True,
         TRUTH,
@@ -327,6 +349,12 @@ class SchedulerConfig:
             self.target_tpot_ms,
             f"None beside max_num_batched_tokens ({self.max_num_batched_tokens}) up to {SMALL_STEP_TOKENS}: "
             "all steps are small then",
+        )
+        require(
+            self.max_draft_tokens is None or self.speculation != "off",
+            "scheduler.max_draft_tokens",
+            self.max_draft_tokens,
+            'None beside scheduler.speculation="off"',
         )
         buckets = self.token_buckets
         if buckets is not None:
@@ -351,6 +379,17 @@ class SchedulerConfig:
     def row_limit(self) -> int:
         """The most sub-requests of a step: `max_num_rows` or its default."""
         return self.max_num_rows or 2 * self.running_limit
+
+    @property
+    def draft_limit(self) -> int:
+        """The most tokens that a request drafts in a step; 0 without speculation."""
+        return 0 if self.speculation == "off" else self.max_draft_tokens or _MAX_DRAFT_TOKENS
+
+    @property
+    def sample_limit(self) -> int:
+        """The most ids that a step samples: one for each request, and one more for each drafted token."""
+        with_drafts = self.running_limit * (1 + self.draft_limit)
+        return max(self.running_limit, min(with_drafts, _MAX_DRAFT_SAMPLES))
 
     @property
     def bucket_limit(self) -> int:

@@ -37,6 +37,7 @@ class _Rows(NamedTuple):
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     samples: tuple[bool, ...]
+    drafts: tuple[tuple[int, ...], ...]
 
 
 class Planner:
@@ -104,7 +105,7 @@ class Planner:
         return plan
 
     def _fill_rows(self, plan: StepPlan, rows: _Rows, num_tokens: int) -> None:
-        requests, starts, ends, samples = rows
+        requests, starts, ends, samples, _ = rows
         num_rows, chunk_tokens = len(requests), self._chunk_tokens
         begins, kv_lens = np.array(starts, np.int32), np.array(ends, np.int32)
         q_lens = kv_lens - begins
@@ -126,7 +127,11 @@ class Planner:
         pages = plan.page_indices[row_of_token, positions // chunk_tokens]
         plan.write_slots[:num_tokens] = pages * chunk_tokens + positions % chunk_tokens
 
-        parts = [request.token_ids[start:end] for request, start, end, _ in zip(*rows, strict=True)]
+        # A draft stands in place of the placeholder for the id to be sampled.
+        parts = [
+            [*request.token_ids[start : end - len(draft)], *draft] if draft else request.token_ids[start:end]
+            for request, start, end, _, draft in zip(*rows, strict=True)
+        ]
         ids = np.fromiter(chain.from_iterable(parts), np.int32, num_tokens)
         pending = np.flatnonzero(ids == PENDING_TOKEN)
         plan.prev_samples[pending] = [requests[row].sample_row for row in row_of_token.take(pending).tolist()]
@@ -153,20 +158,27 @@ class Planner:
 
     def _fill_samples(self, plan: StepPlan, rows: _Rows) -> None:
         requests = list(compress(rows.requests, rows.samples))
+        numbers = np.flatnonzero(rows.samples)
+        before: int | np.ndarray = 0  # how many tokens before its row's last one each id is sampled
+        if any(rows.drafts):
+            num_drafted = [len(draft) for draft in compress(rows.drafts, rows.samples)]
+            requests = [r for r, num in zip(requests, num_drafted, strict=True) for _ in range(1 + num)]
+            numbers = np.repeat(numbers, np.array(num_drafted) + 1)
+            before = np.array([number for num in num_drafted for number in range(num, -1, -1)], np.int32)
         plan.num_samples[0] = num_samples = len(requests)
         if not num_samples:
             return
-        numbers = np.flatnonzero(rows.samples)
-        plan.sample_tokens[:num_samples] = plan.cu_q_lens[1:].take(numbers) - 1
-        plan.sample_positions[:num_samples] = plan.kv_lens.take(numbers)
+        plan.sample_tokens[:num_samples] = plan.cu_q_lens[1:].take(numbers) - 1 - before
+        plan.sample_positions[:num_samples] = plan.kv_lens.take(numbers) - before
         sampling = np.frombuffer(b"".join([request.sampling for request in requests]), SAMPLING)
         for name in (*COLUMNS, "seed"):
             getattr(plan, name)[:num_samples] = sampling[name]
         if sampling["adjusts"].any():
             plan.adjustment = self._adjustment(plan, requests)
-        for sample_row, request in enumerate(requests):
+        ends = plan.sample_positions[:num_samples].tolist()
+        for sample_row, (request, end) in enumerate(zip(requests, ends, strict=True)):
             request.sample_row = sample_row
-            if len(request.token_ids) <= request.num_unending:
+            if end < request.num_unending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
         plan.flags[FLAG_SAMPLES] = (sampling["temperature"] > 0).any()
         plan.flags[FLAG_TRUNCATES] = truncates(sampling).any()
