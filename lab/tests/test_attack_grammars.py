@@ -40,6 +40,8 @@ def test_requests_are_distinct_attacks_with_harmless_controls():
             known = {"model", "messages", "prompt", "max_tokens", "n", "stream"}
             assert set(control) <= known and control["max_tokens"] > 0
             assert one.control_route == (COMPLETIONS if "prompt" in control else CHAT)
+        texts = [one.control for one in requests if b'"prompt": [' not in one.control]
+        assert len(set(texts)) == len(texts), "the state of equal prompts would be found"
 
 
 @pytest.mark.parametrize(
