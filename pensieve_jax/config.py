@@ -466,6 +466,12 @@ class EngineConfig:
         """Whether host memory is to be derived, as no field says anything of it."""
         return self.stateful and self.cache.gpu_pages is None and not self.cache.has_given_host_tier
 
+    @property
+    def asks_for_host_tier(self) -> bool:
+        """Whether a field or the default asks for host memory; how much it gets, the machine decides."""
+        cache = self.cache
+        return bool(cache.cpu_pages or cache.cpu_bytes or cache.cpu_memory_fraction) or self.wants_host_tier
+
     def with_num_running(self, num_running: int) -> EngineConfig:
         """Return a copy with at most `num_running` requests in the batch."""
         return replace(self, scheduler=replace(self.scheduler, max_num_running=num_running))
