@@ -55,7 +55,7 @@ def read_flags(command: str) -> dict[str, str]:
 
 
 def runs(command: str, program: str) -> bool:
-    """Return whether a command runs a program, as a file or as a module. The value of a flag does not count."""
+    """Return whether a command runs a program, as a file or as a module; a flag's value does not count."""
     return re.search(rf"(?<![\w=-]){program}(?![\w-])", command) is not None
 
 
