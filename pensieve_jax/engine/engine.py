@@ -558,9 +558,7 @@ class Engine:
                 if not are_finite[row]:
                     broken.append(reply)
                     break
-                if (
-                    reply.logprobs is None
-                ):  # as most: a view of a row takes longer than the rest
+                if reply.logprobs is None:  # as most: a view of a row takes longer than the rest
                     reason = reply.accept(token_ids[row], logprobs[row])
                 else:
                     top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
