@@ -176,6 +176,8 @@ def _fill_rounds(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: A
     taken = -(-num_rest * parts // per_round)
     costs = taken * (-(-width // (parts * block_kv)) * block_kv + _PART_KEYS)
     filling = xp.where(is_rest, parts.take(xp.argmin(costs)), 1)
+    if xp is np and filling.max() == num_splits.max() == 1:
+        return num_splits, False
     busiest = [_busiest_keys(xp, spec, index, kv_end, splits) for splits in (filling, num_splits)]
     fills = (busiest[0] < busiest[1]) & (kv_end.max() >= 2 * _LEAST_PART)
     return xp.where(fills, filling, num_splits), fills
