@@ -106,7 +106,12 @@ def chain_of(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
             nothing = (outs[0][0, 0, 0] * 0).astype(jnp.int32)
             pool, tiles, *rows = others
             rows[1] = rows[1] + nothing  # so that nothing can be moved out of the loop
-            return [attend(q, pool, tiles, *rows) for q in queries_again]
+            found: list[jax.Array] = []
+            for q in queries_again:
+                # Tied to the query and to the answer before, so that no call shares another's decoded pages.
+                own, q, *found = jax.lax.optimization_barrier((tiles, q, *found))
+                found.append(attend(q, pool, own, *rows))
+            return found
 
         return jax.lax.fori_loop(0, num_rounds, a_round, [jnp.zeros_like(q) for q in queries])
 
