@@ -52,8 +52,6 @@ SMALL_STEP_TOKENS = 256
 """The most tokens of a step beside replies over `target_tpot_ms`: a step of decodes takes nearly as long."""
 USUAL_STEP_TOKENS = 512
 """The most tokens of a step beside replies within `target_tpot_ms`, unless enough prompts wait."""
-HOST_SHARE = 0.5
-"""Share of free host memory that the host tier takes for GPUs by default."""
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
@@ -66,6 +64,10 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
 PROMPT_ORDERS = ("arrival", "work_left")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
+SPECULATIONS = ("off", "history")
+_MAX_DRAFT_TOKENS = 8
+_MOST_DRAFT_TOKENS = 32
+_MAX_DRAFT_SAMPLES = 128  # above it a further token costs a step more than most drafts save
 _PART = number("in [0, 1)", lambda value: 0 <= value < 1)
 _SHARE = number("above 0 and at most 1", lambda value: 0 < value <= 1)
 _COST_PROFILE = Limit(
@@ -118,6 +120,13 @@ class CacheConfig:
         "Replaces `cpu_pages`: the share of free host memory that the host tier takes, chunks in transit "
         "included. None: for GPUs 0.5, at most 64 GiB for each; on a CPU an eighth of its memory, at most 1 "
         "GiB; nothing beside `gpu_pages`, or without `stateful`.",
+    )
+    engines_on_host: int = option(
+        1,
+        count(1),
+        "Engines that run on this machine at the same time, at least the number of `--replicas`. Shares of "
+        "its memory, given or by default, are divided among them, except those of GPUs. Exact numbers count "
+        "for each engine.",
     )
     chunk_tokens: int = option(
         32,
@@ -300,6 +309,24 @@ class SchedulerConfig:
         "The most step sizes to derive. Each is compiled before serving, once for all layer groups of the "
         "same size. None is 12 on GPUs, and 4 for an engine on other devices.",
     )
+    speculation: str = option(
+        "off",
+        one_of(SPECULATIONS),
+        "Tokens that a step tries ahead. history drafts what followed where the conversation's last tokens "
+        "occurred before, and keeps of it what the model would have sampled, so replies do not change. It "
+        "drafts only while few requests run and enough drafts hold.",
+    )
+    max_draft_tokens: int | None = option(
+        None,
+        optional(
+            Limit(
+                f"an integer from 1 to {_MOST_DRAFT_TOKENS}",
+                lambda value: is_count(value, 1) and value <= _MOST_DRAFT_TOKENS,
+            )
+        ),
+        f"The most tokens that a request drafts in a step. None: {_MAX_DRAFT_TOKENS}, or 0 without "
+        "`speculation`.",
+    )
     unified: bool = option(
         True,
         TRUTH,
@@ -322,6 +349,12 @@ class SchedulerConfig:
             self.target_tpot_ms,
             f"None beside max_num_batched_tokens ({self.max_num_batched_tokens}) up to {SMALL_STEP_TOKENS}: "
             "all steps are small then",
+        )
+        require(
+            self.max_draft_tokens is None or self.speculation != "off",
+            "scheduler.max_draft_tokens",
+            self.max_draft_tokens,
+            'None beside scheduler.speculation="off"',
         )
         buckets = self.token_buckets
         if buckets is not None:
@@ -346,6 +379,17 @@ class SchedulerConfig:
     def row_limit(self) -> int:
         """The most sub-requests of a step: `max_num_rows` or its default."""
         return self.max_num_rows or 2 * self.running_limit
+
+    @property
+    def draft_limit(self) -> int:
+        """The most tokens that a request drafts in a step; 0 without speculation."""
+        return 0 if self.speculation == "off" else self.max_draft_tokens or _MAX_DRAFT_TOKENS
+
+    @property
+    def sample_limit(self) -> int:
+        """The most ids that a step samples: one for each request, and one more for each drafted token."""
+        with_drafts = self.running_limit * (1 + self.draft_limit)
+        return max(self.running_limit, min(with_drafts, _MAX_DRAFT_SAMPLES))
 
     @property
     def bucket_limit(self) -> int:
@@ -479,19 +523,21 @@ class EngineConfig:
         cache = replace(self.cache, cpu_pages=num_slots, cpu_bytes=None, cpu_memory_fraction=None)
         return replace(self, cache=cache)
 
-    def with_part_of_host(self, num_engines: int) -> EngineConfig:
-        """Return a copy for one of several engines that start on one host at the same time.
-
-        The host tier that nothing is said of takes its part of half of the free memory.
-        """
-        if num_engines == 1 or not self.wants_host_tier:
-            return self
-        return replace(self, cache=replace(self.cache, cpu_memory_fraction=HOST_SHARE / num_engines))
+    def with_engines_on_host(self, num_engines: int) -> EngineConfig:
+        """Return a copy for one of at least `num_engines` engines that start on one host at the same time."""
+        num_engines = max(num_engines, self.cache.engines_on_host)
+        return replace(self, cache=replace(self.cache, engines_on_host=num_engines))
 
     @property
     def wants_host_tier(self) -> bool:
         """Whether host memory is to be derived, as no field says anything of it."""
         return self.stateful and self.cache.gpu_pages is None and not self.cache.has_given_host_tier
+
+    @property
+    def asks_for_host_tier(self) -> bool:
+        """Whether a field or the default asks for host memory; how much it gets, the machine decides."""
+        cache = self.cache
+        return bool(cache.cpu_pages or cache.cpu_bytes or cache.cpu_memory_fraction) or self.wants_host_tier
 
     def with_num_running(self, num_running: int) -> EngineConfig:
         """Return a copy with at most `num_running` requests in the batch."""

@@ -37,10 +37,16 @@ from pensieve_jax.commands.report import define_document_flag, json_line, print_
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.cellular import scenarios as cellular_scenarios
 from tests.cellular import test_scenarios as cellular_tests
-from tests.engine import test_real_models, test_seeded_scenarios, test_tree_scenarios, test_two_devices
+from tests.engine import (
+    test_drafts,
+    test_real_models,
+    test_seeded_scenarios,
+    test_tree_scenarios,
+    test_two_devices,
+)
 from tests.engine.driver import run_scenario
 from tests.engine.real_models import MAX_FAR_FRACTION, MAX_UNCERTAIN_STORED_FRACTION, RealBench
-from tests.engine.scenarios import Scenario, in_order, random_scenario
+from tests.engine.scenarios import Scenario, drafting_scenario, in_order, random_scenario
 from tests.engine.tree_scenarios import run_tree_scenario
 from tests.rebatching import scenarios as rebatching_scenarios
 from tests.rebatching import test_real_models as rebatching_real_models
@@ -84,9 +90,17 @@ def _tiers(prompt_order: str) -> Schedule:
     return run_one
 
 
-def _trees() -> Schedule:
+def _drafts() -> Schedule:
     def run_one(seed: int) -> Counter[str]:
-        found = run_tree_scenario(seed)
+        driver = run_scenario(drafting_scenario(seed))
+        return Counter(driver.totals) + Counter(turns=driver.num_checked)
+
+    return run_one
+
+
+def _trees(*, drafts: bool = False) -> Schedule:
+    def run_one(seed: int) -> Counter[str]:
+        found = run_tree_scenario(seed, drafts=drafts)
         found.pop("depth", None)  # a maximum, not a count
         return found
 
@@ -151,6 +165,8 @@ MODES: dict[str, Mode] = {
         for name, order in (("tiers", "arrival"), ("work-left", "work_left"))
     },
     "trees": Mode(_trees, test_tree_scenarios.LEAST),
+    "drafts": Mode(_drafts, test_drafts.LEAST),
+    "trees-drafts": Mode(functools.partial(_trees, drafts=True), test_tree_scenarios.LEAST),
     "forks": Mode(lambda: run_fork_scenario, _FORKS),
     "cellular": Mode(lambda: cellular_scenarios.run_scenario, cellular_tests.LEAST),
     "rebatching": Mode(lambda: rebatching_scenarios.run_scenario, rebatching_tests.LEAST),

@@ -282,7 +282,7 @@ def test_seconds_from_answers_are_those_of_what_was_granted(experiments, policy)
 
     def observe(output):
         nonlocal granted_s
-        for request, start, end, _ in output.grants:
+        for request, start, end, *_ in output.grants:
             for position in range(start, min(end, request.num_history_tokens - 1)):
                 context_len = (position // chunk_tokens + 1) * chunk_tokens
                 granted_s += costs.chunk_cost_s(context_len) / chunk_tokens

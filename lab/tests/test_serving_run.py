@@ -13,10 +13,11 @@ import pytest
 
 from lab.tests.serving_fakes import Ticker, TickServer, session, users
 from model_defs import preset
-from pensieve_jax import CacheConfig, ConfigError, Usage
+from pensieve_jax import CacheConfig, ConfigError, EngineConfig, Usage
 from pensieve_jax.cache import ChunkCopy
 from pensieve_jax.device.kv_storage import chunk_bytes
 from pensieve_jax.engine.transfers import Ended
+from pensieve_lab.common.systems import PENSIEVE, PENSIEVE_GPU, system_config
 from pensieve_lab.workload import Answer, UserTurn
 from tests.deadlines import TIMEOUT_S
 from tests.launching import load
@@ -137,6 +138,17 @@ def test_the_digest_of_sessions():
     )
     digest = load("pensieve_lab.serving.load_points").sessions_digest
     assert digest(first) == digest(same) and len({digest(who) for who in (first, *others)}) == 8
+
+
+def test_the_engines_own_default_gives_a_system_its_host_memory():
+    """Without a size, or with a share, the machine decides how much; only none at all is refused."""
+    for given in ({}, {"cpu_memory_fraction": 0.5}, {"gpu_pages": 8, "cpu_pages": 4}):
+        config = EngineConfig(cache=CacheConfig(**given))
+        assert system_config(PENSIEVE, config) is config
+        assert not system_config(PENSIEVE_GPU, config).asks_for_host_tier
+    for none in ({"cpu_pages": 0}, {"cpu_bytes": 0}, {"gpu_pages": 8}):
+        with pytest.raises(ConfigError, match="above 0 for pensieve"):
+            system_config(PENSIEVE, EngineConfig(cache=CacheConfig(**none)))
 
 
 def test_bytes_of_kv_state_that_a_system_was_given():

@@ -13,7 +13,7 @@ known beginning (`CacheManager.fork`). So siblings run concurrently, and a turn 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.core.conversation import Conversation
@@ -23,6 +23,7 @@ from pensieve_jax.engine.chunk_index import ChunkIndex
 from pensieve_jax.engine.live import Branch, TurnEnd, replace_tokens
 from pensieve_jax.history import HistoryStore
 
+_MAX_BESIDE: Final = 8  # branches that `tails_beside` looks at
 type Parent = tuple[str, str, bool]
 """Owner, id of the parent turn, and whether the turns after it are to be stored in the history."""
 
@@ -91,6 +92,25 @@ class BranchTable:
     def containing(self, owner: str, turn_id: str) -> list[Branch]:
         """Return all branches that contain a turn."""
         return list(self._by_turn.get((owner, turn_id), ()))
+
+    def tails_beside(self, branch: Branch, max_num: int) -> list[list[int]]:
+        """Return what other branches with a turn of this one's path have behind their last common turn.
+
+        The most recently active branches come first. The lists have at most `max_num` ids together.
+        """
+        root = next(iter(branch.path), None)
+        others = [] if root is None else self.containing(branch.owner, root)
+        others = sorted(others, key=lambda one: -one.sequence.last_active_s)[: _MAX_BESIDE + 1]
+        tails: list[list[int]] = []
+        for other in others:
+            if other is branch or max_num <= 0:
+                continue
+            num_shared = max(end.num_shared for turn_id, end in other.path.items() if turn_id in branch.path)
+            tail = other.conversation.token_ids[num_shared : other.conversation.num_history_tokens][:max_num]
+            max_num -= len(tail)
+            if tail:
+                tails.append(tail)
+        return tails
 
     def longest(self, owner: str, context: list[int]) -> tuple[Branch, int] | None:
         """Return the branch with the longest common beginning, and its number of tokens, or None.

@@ -10,8 +10,9 @@ Called by `LLM`, streams and the server's engine process, always from one thread
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
@@ -28,9 +29,11 @@ from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.prefix import SharedPrefix
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
+from pensieve_jax.core.token_ids import num_equal
 from pensieve_jax.decoding.sampling_rows import StepResult
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.drafting import HistoryDrafter
 from pensieve_jax.engine.explanation import (
     BranchMap,
     DropJournal,
@@ -52,6 +55,7 @@ from pensieve_jax.engine.validation import check_beginning, check_turn, checked_
 from pensieve_jax.history import HistoryStore
 from pensieve_jax.history.server_tables.changes import HistoryChange
 from pensieve_jax.scheduler import (
+    Draft,
     Grant,
     Planner,
     Request,
@@ -62,15 +66,21 @@ from pensieve_jax.scheduler import (
 from pensieve_jax.text import Message, Tokenizer
 from pensieve_jax.text.grammar import Grammar, Grammars
 
+type _Accepted = tuple[Request, int, int]
+"""A request, and the first and the end of its rows of a step whose ids count."""
+
 
 class _LaunchedStep(NamedTuple):
     """A launched step whose token ids have not been fetched.
 
-    `is_late` is True if its choice waits for the ids of the step before it. `scored` is that of `Planner`.
-    `discarded` are requests whose ids mean nothing, since their masks had no time.
+    `grants` are those that sample, and `sampling` has one of them for each sampled id. `num_drafts` of them
+    have drafts. `is_late` is True if its choice waits for the ids of the step before it. `scored` is that of
+    `Planner`. `discarded` are requests whose ids mean nothing, since their masks had no time.
     """
 
+    grants: list[Grant]
     sampling: list[Grant]
+    num_drafts: int
     num_rows: int
     handle: Any
     is_late: bool
@@ -151,8 +161,16 @@ class Engine:
         unchanged = self._store, self._cache, self._prefixes, self._drops, self._clock, cache
         self._conversations = ConversationTable(*unchanged, stateful=config.stateful)
         self._late_rows = LateRows(self.limits.vocab_size)
+        max_draft_tokens = config.scheduler.draft_limit
+        self._drafter = HistoryDrafter(max_draft_tokens) if max_draft_tokens else None
         self._ledger = TurnLedger(
-            self._store, self._loop, self._conversations, self._late_rows, self._stats, self._clock
+            self._store,
+            self._loop,
+            self._conversations,
+            self._late_rows,
+            self._drafter,
+            self._stats,
+            self._clock,
         )
         placer = TurnPlacer(self._conversations, self._prefixes, stateful=config.stateful)
         self._submitter = TurnSubmitter(
@@ -423,10 +441,15 @@ class Engine:
     def _launch(self, output: SchedulerOutput) -> _LaunchedStep:
         """Start a step, and its choice as well unless a row's mask needs an id that is in flight."""
         plan = self._planner.plan(output)
-        sampling = [grant for grant in output.grants if grant.samples]
+        grants = [grant for grant in output.grants if grant.samples]
+        num_drafts = sum([bool(grant.draft) for grant in grants])
+        sampling = [one for one in grants for _ in range(one.num_outputs)] if num_drafts else grants
         is_late = self._late_rows.wait_for_ids(sampling)
         num_rows, scored = plan.layout.max_num_samples, self._planner.scored
-        step = _LaunchedStep(sampling, num_rows, self._runner.launch(plan), is_late, scored, set())
+        handle = self._runner.launch(plan)
+        step = _LaunchedStep(grants, sampling, num_drafts, num_rows, handle, is_late, scored, set())
+        if num_drafts:
+            self._stats.count_drafts(num_drafts, len(sampling) - len(grants))
         if not is_late:
             self._choose(step)
         return step
@@ -440,55 +463,116 @@ class Engine:
             step.discarded.add(request)
 
     def _step(self) -> list[Turn]:
-        """Launch step N+1 before fetching the ids of step N.
+        """Launch step N+1 before fetching the ids of step N, unless drafts need them.
 
         Its choice is launched as well, or after the ids of step N came if a mask of step N+1 needs them. The
-        device computes the forward pass meanwhile. Texts and commits of step N come last in either case.
+        device computes the forward pass meanwhile. Texts and commits of step N come last in any case.
         """
+        if self._drafter is not None:
+            in_flight, scheduler = self._loop.in_flight, self._loop.scheduler
+            pays = self._drafter.pays(scheduler.running, len(scheduler.waiting))
+            if pays or (in_flight is not None and in_flight.num_drafts):
+                return self._step_after_ids(self._drafter.draft if pays else None)
         previous = self._loop.step(self._launch)
         following = self._loop.in_flight
         if previous is None:
             return self._ledger.retry() + self._lose_failed_rows()
-        result = self._runner.fetch(previous.handle)
-        self._late_rows.accept(previous.sampling, result.token_ids, result.logprobs, previous.discarded)
+        result = self._fetch(previous)
         failure: StepFailedError | None = None
         if following is not None and following.is_late:
             try:
                 self._choose(following)
             except StepFailedError as error:
                 failure = error  # after step N, whose ids the masks have accepted
-        ended = self._finish(previous, result)
+        accepted = self._accept(previous, result)
+        ended = self._finish(previous, result, accepted)
         return ended if failure is None else ended + self._lose_step(failure)
 
-    def _finish(self, step: _LaunchedStep, result: StepResult) -> list[Turn]:
+    def _step_after_ids(self, draft: Draft | None) -> list[Turn]:
+        """Fetch the ids of step N, then launch step N+1, whose rows may have drafts.
+
+        A step with drafts must be fetched like this: before, it is not known how many tokens its rows have.
+        """
+        in_flight = self._loop.in_flight
+        if in_flight is not None:
+            result = self._fetch(in_flight)
+            accepted = self._accept(in_flight, result)
+        failure: StepFailedError | None = None
+        try:
+            self._loop.step(self._launch, draft)
+        except StepFailedError as error:
+            failure = error  # after step N, whose ids the requests have already
+        if in_flight is None:
+            ended = self._ledger.retry() + self._lose_failed_rows()
+        else:
+            ended = self._finish(in_flight, result, accepted)
+        return ended if failure is None else ended + self._lose_step(failure)
+
+    def _fetch(self, step: _LaunchedStep) -> StepResult:
+        """Wait for the ids of a step, and continue the masks with them."""
+        result = self._runner.fetch(step.handle)
+        self._late_rows.accept(step.sampling, result.token_ids, result.logprobs, step.discarded)
+        return result
+
+    def _accept(self, step: _LaunchedStep, result: StepResult) -> list[_Accepted]:
+        """Give a step's ids to their requests; returns which of its rows count.
+
+        Of a draft, the ids count up to the first that differs from it. Each is what the step before would
+        have sampled, as its row has seen the same tokens.
+        """
+        token_ids, drafter, replies = result.token_ids.tolist(), self._drafter, self._ledger.replies
+        passed = {*step.discarded, *self._ledger.complete}
+        accepted: list[_Accepted] = []
+        end = 0
+        for request, _, position, _, draft in step.grants:
+            row, end = end, end + 1 + len(draft)
+            if request in passed or request not in replies:
+                continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
+            stop = row + 1
+            if draft:
+                stop += num_equal(draft, token_ids[row:end])
+                position -= len(draft)
+                self._loop.scheduler.accept(request, position, token_ids[row:stop])
+                self._stats.num_accepted_draft_tokens += stop - row - 1
+            else:
+                assert request.token_ids[position] == PENDING_TOKEN, f"{position} was sampled twice"
+                request.token_ids[position] = token_ids[row]
+            if drafter is not None:
+                drafter.accept(request, position, token_ids[row:stop])
+            accepted.append((request, row, stop))
+        return accepted
+
+    def _finish(self, step: _LaunchedStep, result: StepResult, accepted: Sequence[_Accepted]) -> list[Turn]:
         """Give a step's ids to their turns, and commit the turns that end with them."""
         endings: list[tuple[ReplyState, FinishReason]] = []
         broken = self._accept_prompts(step, result)
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
-        touched = self._ledger.touched
-        for (request, _, position, _), token_id, logprob, top_ids, top_logprobs in zip(
-            step.sampling, token_ids, logprobs, result.top_ids, result.top_logprobs, strict=False
-        ):  # not strict, because the result is padded
-            reply = self._ledger.replies.get(request)
-            if (
-                reply is None
-                or reply in broken
-                or request in step.discarded
-                or self._ledger.is_complete(request)
-            ):
-                continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
-            assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
-            if not isfinite(logprob):
-                broken.append(reply)
+        are_finite = np.isfinite(result.logprobs).tolist()
+        replies, touched = self._ledger.replies, self._ledger.touched
+        for request, first, stop in accepted:
+            reply = replies[request]
+            if reply in broken:
                 continue
-            request.token_ids[position] = token_id
             touched[request] = None
-            reason = reply.accept(token_id, logprob, top_ids, top_logprobs)
-            if reason is not None:
-                endings.append((reply, reason))
+            for row in range(first, stop):
+                if not are_finite[row]:
+                    broken.append(reply)
+                    break
+                if (
+                    reply.logprobs is None
+                ):  # as most: a view of a row takes longer than the rest
+                    reason = reply.accept(token_ids[row], logprobs[row])
+                else:
+                    top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
+                    reason = reply.accept(token_ids[row], logprobs[row], top_ids, top_logprobs)
+                if reason is not None:
+                    endings.append((reply, reason))
+                    break
         ended = self._ledger.commit(endings) + self._ledger.lose_to_logits(broken)
         ended += self._lose_failed_rows()
         self._conversations.forget_stateless()
+        if self._drafter is not None:
+            self._drafter.catch_up(self._loop.scheduler.running)
         return ended
 
     def _accept_prompts(self, step: _LaunchedStep, result: StepResult) -> list[ReplyState]:
@@ -524,7 +608,7 @@ class Engine:
             reply
             for reply in replies
             if (reply.request.status is not RequestStatus.WAITING or reply.lacks_scores)
-            and not self._ledger.is_complete(reply.request)
+            and reply.request not in self._ledger.complete
         ]
         turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from typing import Any, Final
 
 from pensieve_jax.core.clock import Clock
@@ -27,6 +27,7 @@ from pensieve_jax.core.errors import (
 from pensieve_jax.core.outputs import FinishReason
 from pensieve_jax.core.turn_node import new_turn_id
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.drafting import HistoryDrafter
 from pensieve_jax.engine.late_rows import LateRow, LateRows
 from pensieve_jax.engine.learned_state_store import LearnedStateStore
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -56,6 +57,7 @@ class TurnLedger:
         loop: EngineLoop[Any],
         conversations: ConversationTable,
         late_rows: LateRows,
+        drafter: HistoryDrafter | None,
         stats: EngineStats,
         clock: Clock,
     ) -> None:
@@ -69,6 +71,7 @@ class TurnLedger:
         self._loop = loop
         self._conversations = conversations
         self._late_rows = late_rows
+        self._drafter = drafter
         self._stats = stats
         self._clock = clock
         self._state_store = LearnedStateStore(store, loop.cache)
@@ -81,14 +84,22 @@ class TurnLedger:
         """Turns in progress that a caller still references, in order of arrival."""
         return self._held(self._turns.values())
 
-    def enter(self, reply: ReplyState, late_row: LateRow | None = None) -> Turn:
+    def enter(
+        self,
+        reply: ReplyState,
+        late_row: LateRow | None = None,
+        related: Callable[[], Sequence[Sequence[int]]] = list,
+    ) -> Turn:
         """Add a submitted turn; returns the handle that its caller must keep.
 
-        `late_row` masks its choices, if given.
+        `late_row` masks its choices, if given; such a turn has no drafts. `related` is that of
+        `HistoryDrafter.add`.
         """
         turn = Turn(reply)
         if late_row is not None:
             self._late_rows.add(reply.request, late_row)
+        elif self._drafter is not None:
+            self._drafter.add(reply.request, related)
         self._turns[reply.request] = weakref.ref(turn, self._dropped.append)
         self.replies[reply.request] = reply
         return turn
@@ -118,9 +129,10 @@ class TurnLedger:
             if turn() is None:
                 self.cancel(self.replies[request])
 
-    def is_complete(self, request: Request) -> bool:
-        """Whether a turn in progress has its whole reply and waits to be written."""
-        return request in self._unwritten
+    @property
+    def complete(self) -> KeysView[Request]:
+        """Requests of turns in progress that have their whole reply and wait to be written."""
+        return self._unwritten.keys()
 
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
         """Write the turns that end in a step in one transaction, finish them, and return the finished ones.
@@ -202,7 +214,7 @@ class TurnLedger:
             if request not in self._unwritten:
                 self._cut_look_ahead(reply)
                 self._loop.hold(request)
-                self._late_rows.drop(request)
+                self._forget_rows(request)
                 self._unwritten[request] = (reply, reason), until_s
 
     def _write(self, durable: Sequence[Ending], now_s: float) -> None:
@@ -294,13 +306,18 @@ class TurnLedger:
     def _leave(self, reply: ReplyState, *, forget: bool) -> None:
         del self.replies[reply.request]
         self._unwritten.pop(reply.request, None)
-        self._late_rows.drop(reply.request)
+        self._forget_rows(reply.request)
         self.touched.pop(reply.request, None)
         del self._turns[reply.request]  # from here on its caller may drop it
         live = self._live_of(reply)
         live.busy = False
         if forget:
             self._conversations.forget(live)
+
+    def _forget_rows(self, request: Request) -> None:
+        self._late_rows.drop(request)
+        if self._drafter is not None:
+            self._drafter.drop(request)
 
     def _live_of(self, reply: ReplyState) -> LiveConversation:
         return self._conversations.get(reply.request.conversation.conversation_id)

@@ -20,7 +20,7 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput, make_prompt_order
+from pensieve_jax.scheduler import Draft, Request, Scheduler, SchedulerOutput, make_prompt_order
 
 _MIN_KNOWN_TO_SWEEP = 64
 type Observe = Callable[[SchedulerOutput], None]
@@ -118,12 +118,15 @@ class EngineLoop[Step]:
         self.scheduler.add(request)
         return request
 
-    def step(self, launch: Callable[[SchedulerOutput], Step]) -> Step | None:
-        """Schedule a step and launch it if it has grants; returns the previous step, to be finished."""
+    def step(self, launch: Callable[[SchedulerOutput], Step], draft: Draft | None = None) -> Step | None:
+        """Schedule a step and launch it if it has grants; returns the previous step, to be finished.
+
+        With `draft`, the caller has already given the ids of the previous step to their requests.
+        """
         ended = self._transfers.completed()
         self.cache.complete(ended.arrived)
         self.cache.lose(ended.lost)
-        output = self.scheduler.schedule()
+        output = self.scheduler.schedule(draft)
         return self.carry_out(output, output.num_tokens, lambda: launch(output))
 
     def carry_out(

@@ -29,6 +29,9 @@ class EngineStats:
     `num_logits_errors` are those of the failed turns whose logits were not finite.
     `num_turns_rewritten` counts finished turns that replaced computed tokens of earlier turns.
 
+    `num_draft_steps` steps had drafts, `num_drafts` in all: one for each request. Of their
+    `num_draft_tokens`, `num_accepted_draft_tokens` became tokens of the replies.
+
     `history_*_tokens` count returning turns only: history tokens that were computed before, in total and
     those reused from each tier. `step_tokens_counts` and `commit_s_counts` are histograms: each element
     counts steps or commits up to one of the bounds above and over the previous bound, the last element those
@@ -45,6 +48,10 @@ class EngineStats:
     num_turns_cancelled: int = 0
     num_turns_failed: int = 0
     num_logits_errors: int = 0
+    num_draft_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
     num_turns_rewritten: int = 0
     prompt_tokens: int = 0
     reused_gpu_tokens: int = 0
@@ -67,6 +74,12 @@ class EngineStats:
         self.num_steps += 1
         self.num_step_tokens += num_tokens
         self.step_tokens_counts[bisect_left(STEP_TOKENS_BOUNDS, num_tokens)] += 1
+
+    def count_drafts(self, num_drafts: int, num_tokens: int) -> None:
+        """Count a launched step with drafts of `num_tokens` together."""
+        self.num_draft_steps += 1
+        self.num_drafts += num_drafts
+        self.num_draft_tokens += num_tokens
 
     def count_commit(self, seconds: float) -> None:
         """Count a commit of turns to the history with its duration."""

@@ -19,6 +19,7 @@ from pensieve_jax.core.turn_node import TurnNode, TurnOrigin
 from pensieve_jax.decoding.turn_spec import ModelLimits, TurnSpec
 from pensieve_jax.engine.branches import TurnPosition
 from pensieve_jax.engine.conversations import ConversationTable
+from pensieve_jax.engine.drafting import MAX_RELATED
 from pensieve_jax.engine.late_rows import JoinedRows, LateRow
 from pensieve_jax.engine.ledger import TurnLedger
 from pensieve_jax.engine.live import Branch, LiveConversation
@@ -99,7 +100,7 @@ class TurnSubmitter:
             # The request is queued and its conversation is busy, so undo both by cancelling the turn.
             self._ledger.cancel(self._ledger.enter(ReplyState(request, None, *rest)).reply)
             raise
-        return self._ledger.enter(reply, row)
+        return self._ledger.enter(reply, row, lambda: self._placer.beside(placed.live))
 
 
 class TurnPlacer:
@@ -141,6 +142,12 @@ class TurnPlacer:
                 placed = PlacedTurn(branch, origin)
             self._add(spec, placed.live)
             yield spec, placed
+
+    def beside(self, live: LiveConversation) -> list[list[int]]:
+        """Return ids of other branches of a conversation, as drafts may come from them."""
+        if not isinstance(live, Branch):
+            return []
+        return self.conversations.branches.tails_beside(live, MAX_RELATED)
 
     def _replace(self, spec: TurnSpec, live: LiveConversation) -> None:
         if spec.keep is not None and spec.keep < live.conversation.num_history_tokens:

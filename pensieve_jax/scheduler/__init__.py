@@ -13,9 +13,10 @@ from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 from pensieve_jax.scheduler.planner import Planner
 from pensieve_jax.scheduler.prompt_order import PromptOrder, make_prompt_order
 from pensieve_jax.scheduler.request import Request, RequestStatus
-from pensieve_jax.scheduler.scheduler import Scheduler
+from pensieve_jax.scheduler.scheduler import Draft, Scheduler
 
 __all__ = [
+    "Draft",
     "Grant",
     "PlanLayout",
     "Planner",

@@ -92,7 +92,7 @@ def bucket_layout(
         num_tokens=bucket,
         max_num_rows=bucket_rows(config.scheduler, bucket),
         pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
-        max_num_samples=min(config.scheduler.running_limit, bucket),
+        max_num_samples=min(config.scheduler.sample_limit, bucket),
         max_num_banned=config.runner.max_banned_ids,
         tiles_len=tiles_len,
     )

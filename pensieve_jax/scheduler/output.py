@@ -17,13 +17,24 @@ from pensieve_jax.scheduler.request import Request
 class Grant(NamedTuple):
     """One sub-request of a step: it computes tokens [start, end) of a request.
 
-    `samples` is True if the request then misses no token, so that the step samples its next one.
+    Attributes:
+      request: the request.
+      start, end: positions of its tokens.
+      samples: True if the request then misses no token, so that the step samples its next one.
+      draft: the last tokens of a grant that samples, which are not the request's yet. The step also samples
+        the token after each of them. They become the request's as far as they equal what is sampled.
     """
 
     request: Request
     start: int
     end: int
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of ids that the step samples for it."""
+        return 1 + len(self.draft) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class PlanLayout:
       num_tokens: T, padded query tokens; the bucket.
       max_num_rows: R, sub-requests.
       pages_per_row: P, pages of the longest context.
-      max_num_samples: S, requests that can sample in one step.
+      max_num_samples: S, ids that one step can sample.
       max_num_banned: B, token ids that one row can ban from sampling.
       tiles_len: N, length of the attention kernel's tile list.
     """

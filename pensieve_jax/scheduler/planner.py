@@ -37,6 +37,7 @@ class _Rows(NamedTuple):
     starts: tuple[int, ...]
     ends: tuple[int, ...]
     samples: tuple[bool, ...]
+    drafts: tuple[tuple[int, ...], ...]
 
 
 class Planner:
@@ -89,20 +90,22 @@ class Planner:
         Reads each request's `sample_row`, which must be that of the last dispatched step, and updates it for
         the rows that sample. Also updates `scored_end` of the requests whose prompt tokens it scores.
         """
-        is_scoring = any(grant.request.is_scoring for grant in output.grants)
-        bucket = self._scoring_bucket if is_scoring else bucket_for(self._buckets, output.num_tokens)
+        rows = _Rows(*zip(*output.grants, strict=True))
+        scoring = [row for row, request in enumerate(rows.requests) if request.is_scoring]
+        bucket = self._scoring_bucket if scoring else bucket_for(self._buckets, output.num_tokens)
         layout = self._layouts[bucket]
         plan = StepPlan(layout, self._num_plans, self._padding_slot)
         self._num_plans += 1
-        rows = _Rows(*zip(*output.grants, strict=True))
         self._fill_rows(plan, rows, output.num_tokens)
         self._fill_samples(plan, rows)
-        self._fill_prompt_rows(plan, rows)
+        self.scored = ()
+        if scoring:
+            self._fill_prompt_rows(plan, rows, scoring)
         self._fill_tiles(plan)
         return plan
 
     def _fill_rows(self, plan: StepPlan, rows: _Rows, num_tokens: int) -> None:
-        requests, starts, ends, samples = rows
+        requests, starts, ends, samples, _ = rows
         num_rows, chunk_tokens = len(requests), self._chunk_tokens
         begins, kv_lens = np.array(starts, np.int32), np.array(ends, np.int32)
         q_lens = kv_lens - begins
@@ -124,20 +127,23 @@ class Planner:
         pages = plan.page_indices[row_of_token, positions // chunk_tokens]
         plan.write_slots[:num_tokens] = pages * chunk_tokens + positions % chunk_tokens
 
-        parts = [request.token_ids[start:end] for request, start, end, _ in zip(*rows, strict=True)]
+        # A draft stands in place of the placeholder for the id to be sampled.
+        parts = [
+            [*request.token_ids[start : end - len(draft)], *draft] if draft else request.token_ids[start:end]
+            for request, start, end, _, draft in zip(*rows, strict=True)
+        ]
         ids = np.fromiter(chain.from_iterable(parts), np.int32, num_tokens)
         pending = np.flatnonzero(ids == PENDING_TOKEN)
         plan.prev_samples[pending] = [requests[row].sample_row for row in row_of_token.take(pending).tolist()]
         ids[pending] = 0
         plan.token_ids[:num_tokens] = ids
 
-    def _fill_prompt_rows(self, plan: StepPlan, rows: _Rows) -> None:
+    def _fill_prompt_rows(self, plan: StepPlan, rows: _Rows, scoring: list[int]) -> None:
         tokens: list[range] = []
         targets: list[list[int]] = []
         scored: list[tuple[Request, int]] = []
-        for row, (request, start, end, _) in enumerate(zip(*rows, strict=True)):
-            if not request.is_scoring:
-                continue
+        for row in scoring:
+            request, start, end = rows.requests[row], rows.starts[row], rows.ends[row]
             positions = request.take_scored(start, end)
             if not positions:
                 continue
@@ -152,20 +158,27 @@ class Planner:
 
     def _fill_samples(self, plan: StepPlan, rows: _Rows) -> None:
         requests = list(compress(rows.requests, rows.samples))
+        numbers = np.flatnonzero(rows.samples)
+        before: int | np.ndarray = 0  # how many tokens before its row's last one each id is sampled
+        if any(rows.drafts):
+            num_drafted = [len(draft) for draft in compress(rows.drafts, rows.samples)]
+            requests = [r for r, num in zip(requests, num_drafted, strict=True) for _ in range(1 + num)]
+            numbers = np.repeat(numbers, np.array(num_drafted) + 1)
+            before = np.array([number for num in num_drafted for number in range(num, -1, -1)], np.int32)
         plan.num_samples[0] = num_samples = len(requests)
         if not num_samples:
             return
-        numbers = np.flatnonzero(rows.samples)
-        plan.sample_tokens[:num_samples] = plan.cu_q_lens[1:].take(numbers) - 1
-        plan.sample_positions[:num_samples] = plan.kv_lens.take(numbers)
+        plan.sample_tokens[:num_samples] = plan.cu_q_lens[1:].take(numbers) - 1 - before
+        plan.sample_positions[:num_samples] = plan.kv_lens.take(numbers) - before
         sampling = np.frombuffer(b"".join([request.sampling for request in requests]), SAMPLING)
         for name in (*COLUMNS, "seed"):
             getattr(plan, name)[:num_samples] = sampling[name]
         if sampling["adjusts"].any():
             plan.adjustment = self._adjustment(plan, requests)
-        for sample_row, request in enumerate(requests):
+        ends = plan.sample_positions[:num_samples].tolist()
+        for sample_row, (request, end) in enumerate(zip(requests, ends, strict=True)):
             request.sample_row = sample_row
-            if len(request.token_ids) <= request.num_unending:
+            if end < request.num_unending:
                 plan.banned_ids[sample_row, : len(request.ending_ids)] = request.ending_ids
         plan.flags[FLAG_SAMPLES] = (sampling["temperature"] > 0).any()
         plan.flags[FLAG_TRUNCATES] = truncates(sampling).any()

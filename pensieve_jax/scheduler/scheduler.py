@@ -30,6 +30,9 @@ Rules:
 - Tokens behind a chunk that is being copied in are not granted before the copy is complete.
 - In every step the first prompt of the order advances or waits for a copy, and so does the oldest request if
   it waits to be admitted. An order bounds who goes before a prompt, so every prompt becomes the first.
+- A decode may carry a draft: tokens that may follow, which the step checks. It takes pages that are free or
+  idle, and the draft is shorter where it gets none. Only tokens that hold count, so nothing else ever sees
+  the others. No step drafts beside prompts, or while requests wait.
 - If batches are not unified (`SchedulerConfig.unified`), decodes pause while other requests have tokens to
   compute.
 """
@@ -37,14 +40,14 @@ Rules:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.scheduler.buckets import scoring_bucket
+from pensieve_jax.scheduler.buckets import scoring_bucket, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.prompt_order import PromptOrder
 from pensieve_jax.scheduler.request import Request, RequestStatus
@@ -53,6 +56,8 @@ MAX_PASSED: Final = 128
 """The most waiting requests that another one passes. It limits the host time of a step: 1 us for each."""
 _arrival = attrgetter("request_id")
 _arrival_of_grant = attrgetter("request.request_id")
+type Draft = Callable[[Request, int], Sequence[int]]
+"""Returns tokens that may follow those of a request, at most so many. All its ids are known."""
 
 
 class _Step:
@@ -90,6 +95,7 @@ class Scheduler:
         self._order = order
         self._scoring_bucket = scoring_bucket(config, cache.chunk_tokens)
         self._max_num_rows = config.row_limit
+        self._max_num_samples = min(config.sample_limit, token_buckets(config)[-1])
 
     def add(self, request: Request) -> None:
         """Queue a request; from now on only earlier arrivals may evict its conversation's chunks."""
@@ -129,6 +135,18 @@ class Scheduler:
         self._cache.truncate(request.sequence, len(request.token_ids) - 1)
         request.is_decoding = _is_decode(request)
 
+    def accept(self, request: Request, position: int, token_ids: Sequence[int]) -> None:
+        """Replace the placeholder at `position` by the ids that a step sampled from there on.
+
+        All but the last one are a draft that holds: the step has computed their KV.
+        """
+        assert request.token_ids[position] == PENDING_TOKEN, f"position {position} was sampled twice"
+        request.token_ids[position : position + 1] = token_ids
+        if len(token_ids) > 1:
+            assert len(request.token_ids) == position + len(token_ids), "a step was scheduled before"
+            assert request.status is RequestStatus.RUNNING
+            self._cache.fill(request.sequence, position, position + len(token_ids) - 1)
+
     def check_integrity(self) -> None:
         """Assert that the running requests are in order of arrival, and so are the waiting ones."""
         for requests in (self.running, self.waiting):
@@ -140,18 +158,19 @@ class Scheduler:
         )
         assert all(r.status is RequestStatus.WAITING for r in self.waiting)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, draft: Draft | None = None) -> SchedulerOutput:
         """Decide the next step. This changes host state only; the caller must dispatch the grants.
 
-        All token ids except those of the last dispatched step must be known.
+        All token ids except those of the last dispatched step must be known. With `draft`, these must be
+        known, too. If the step has drafts, `accept` must be called before the next one is scheduled.
         """
         self._cache.begin_step()
         self._retire_exhausted()
         suspended = self._make_room()
         admitted = self._admit(suspended)
-        step = self._grant_running(with_decodes=self._config.unified)
+        step = self._grant_running(draft, with_decodes=self._config.unified)
         if not self._config.unified and not step.grants:
-            step = self._grant_running(with_decodes=True)
+            step = self._grant_running(draft, with_decodes=True)
         self._cache.end_step()
         expedited: tuple[int, ...] = ()
         if not step.grants:  # after `end_step`, so that nothing in this pass takes the slots of these copies
@@ -160,7 +179,7 @@ class Scheduler:
         swap_outs, swap_ins = self._cache.take_copies()
         return SchedulerOutput(
             grants=tuple(step.grants),
-            num_tokens=sum([end - start for _, start, end, _ in step.grants]),
+            num_tokens=sum([grant.end - grant.start for grant in step.grants]),
             admitted=tuple(admitted),
             suspended=tuple(suspended),
             drops=self._cache.take_drops(),
@@ -248,6 +267,8 @@ class Scheduler:
 
         Each must be admitted before the next is asked for. Without one, the next step admits none.
         """
+        if not self.waiting:
+            return
         chunk_tokens, unified = self._cache.chunk_tokens, self._config.unified
         pages = self._cache.earlier_pages()
         num_earlier = num_prompts = num_tokens = num_rows = 0
@@ -257,14 +278,16 @@ class Scheduler:
                 num_earlier = bisect.bisect(self.running, request.request_id, first, key=_arrival)
                 if num_earlier >= self._config.running_limit:
                     return
-                for earlier in self.running[first:num_earlier]:
-                    pages.add_running(earlier.sequence)
-                    if not (earlier.is_decoding or _is_decode(earlier)):
-                        more_tokens, more_rows = earlier.num_missing(chunk_tokens)
-                        num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
-                        num_prompts += 1
-                    elif unified:
-                        num_tokens, num_rows = num_tokens + 1, num_rows + 1
+                earlier = self.running[first:num_earlier]
+                pages.add_running(*[one.sequence for one in earlier])
+                others = _non_decodes(earlier)
+                num_prompts += len(others)
+                if unified:
+                    num_tokens += len(earlier) - len(others)
+                    num_rows += len(earlier) - len(others)
+                for one in others:
+                    more_tokens, more_rows = one.num_missing(chunk_tokens)
+                    num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
             if self._order.is_enough(num_prompts, num_tokens, num_rows):
                 return
             if pages.leave_room(request.sequence, len(request.token_ids)):
@@ -292,29 +315,41 @@ class Scheduler:
         self.running.insert(num_earlier, request)
         return True
 
-    def _non_decodes(self) -> list[Request]:
-        """Return the running requests that are not decodes."""
-        return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
-
-    def _grant_running(self, *, with_decodes: bool) -> _Step:
+    def _grant_running(self, draft: Draft | None, *, with_decodes: bool) -> _Step:
         """Fill a step: a token for each decode, and what is left for the others, in their order."""
-        others = dict.fromkeys(self._non_decodes())
+        others = dict.fromkeys(_non_decodes(self.running))
         num_decodes = len(self.running) - len(others) if with_decodes else 0
         prompts = self._order.arrange(tuple(others))
         step = self._begin_step(num_decodes, prompts)
         grants = step.grants
         self._grant_prompts(step, prompts)
+        num_drafts_left = self._max_num_samples - num_decodes if not (others or self.waiting) else 0
         decoding: list[CachedSequence] = []
         for request in self.running if num_decodes else ():
             if request not in others:
                 end = len(request.token_ids)
-                grants.append(Grant(request, end - 1, end, True))
+                drafted: tuple[int, ...] = ()
+                if draft is not None and num_drafts_left > 0:
+                    drafted = self._drafted(draft, request, num_drafts_left)
+                    num_drafts_left -= len(drafted)
+                grants.append(Grant(request, end - 1, end + len(drafted), True, drafted))
                 decoding.append(request.sequence)
                 self._await_token(request)
         self._cache.fill_next(decoding)
         if others:
             grants.sort(key=_arrival_of_grant)  # rows stand by arrival in every order
         return step
+
+    def _drafted(self, draft: Draft, request: Request, limit: int) -> tuple[int, ...]:
+        """Return a request's draft, and reserve the pages of its tokens as far as there are any."""
+        num_tokens = len(request.token_ids)
+        assert request.token_ids[-1] != PENDING_TOKEN, "a draft follows an id that is not known"
+        drafted = draft(request, min(limit, request.max_total_tokens - num_tokens - 1))
+        if not drafted:
+            return ()
+        sequence = request.sequence
+        self._cache.grow(sequence, num_tokens + len(drafted), latest_arrival=self.running[-1].request_id)
+        return tuple(drafted[: len(sequence.chunks) * self._cache.chunk_tokens - num_tokens])
 
     def _begin_step(self, num_decodes: int, prompts: Sequence[Request]) -> _Step:
         """Make an empty step for prompts in their order, with tokens and rows set aside for decodes."""
@@ -378,6 +413,11 @@ class Scheduler:
         """Append a placeholder for the token being sampled, the only one that the request now misses."""
         request.token_ids.append(PENDING_TOKEN)
         request.is_decoding = True
+
+
+def _non_decodes(requests: Iterable[Request]) -> list[Request]:
+    """Return the running requests that are not decodes."""
+    return [request for request in requests if not (request.is_decoding or _is_decode(request))]
 
 
 def _is_decode(request: Request) -> bool:

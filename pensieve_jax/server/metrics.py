@@ -281,6 +281,13 @@ _COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
         "pensieve:turns_rewritten",
         "Turns before which the chat template wrote earlier ones differently, so that a part was recomputed.",
     ),
+    "num_draft_steps": ("pensieve:draft_steps", "Steps of the engine with drafts."),
+    "num_drafts": ("vllm:spec_decode_num_drafts", "Drafts: one for each turn of a step that has one."),
+    "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts."),
+    "num_accepted_draft_tokens": (
+        "vllm:spec_decode_num_accepted_tokens",
+        "Tokens of drafts that became tokens of replies.",
+    ),
     "num_dropped_chunks": ("pensieve:dropped_chunks", "Chunks whose KV cache was dropped."),
     "num_forced_swap_outs": ("pensieve:forced_swap_outs", "Chunks swapped out on demand to free a page."),
     "num_lost_copies": (

@@ -22,6 +22,7 @@ from pensieve_jax.core.errors import (
     UnknownConversationError,
 )
 from pensieve_jax.scheduler import buckets
+from tests.engine.draft_oracle import plant_oracle
 from tests.engine.oracles import Bench, FakeBench, TurnFacts, spec_of
 from tests.engine.outcomes import Running, check_cancelled, facts_of, mixture_of
 from tests.engine.scenarios import (
@@ -160,7 +161,10 @@ def run_scenario(scenario: Scenario, bench: Bench | None = None) -> Driver:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if scenario.config.scheduler.max_num_buckets == 3:  # steps fill their buckets, as large ones do
             patch.setattr(buckets, "_FILLED_FROM_TOKENS", 1)
-        driver = Driver(scenario, bench or FakeBench(), Path(folder) if scenario.durable else None)
+        bench = bench or FakeBench()
+        if scenario.drafts is not None:
+            plant_oracle(patch, bench, scenario.drafts)
+        driver = Driver(scenario, bench, Path(folder) if scenario.durable else None)
         for op in scenario.ops:
             driver.apply(op)
         driver.finish()

@@ -19,6 +19,7 @@ from pensieve_jax.engine.turn import Turn
 from pensieve_jax.history import open_store
 from pensieve_jax.scheduler import Request, RequestStatus, SchedulerOutput
 from pensieve_jax.text import Tokenizer
+from tests.engine.draft_oracle import num_accepted_of
 from tests.engine.fake_transfers import IMMEDIATE, Delays
 from tests.engine.observed import ObservedRunner, ObservedStore
 from tests.engine.oracles import Bench, FakeBench, TurnFacts, prompt_ids, spec_of
@@ -58,7 +59,7 @@ class Harness:
 
     Attributes:
         scheduled: the scheduler's decisions, by step, empty steps included.
-        num_granted: tokens computed so far, by request.
+        num_granted: tokens computed so far, by request, without drafts.
         swapped_in: history tokens that had been copied in, and not dropped since, when a request was first
             admitted; None for one that begins with a shared prefix.
     """
@@ -110,6 +111,14 @@ class Harness:
         self._copied_in: dict[str, set[int]] = defaultdict(set)  # by sequence, since its latest turn was sent
         self.runner.transfers.on_completed = self._look_at_waiting
 
+    def take_num_computed(self, request: Request) -> tuple[int, int]:
+        """Return the number of a request's tokens that steps computed, and of those in drafts that held.
+
+        Tokens of drafts count if they held. This forgets the request.
+        """
+        num_accepted = num_accepted_of(self.engine, request)
+        return self.num_granted.pop(request) + num_accepted, num_accepted
+
     def _look_at_waiting(self, copy_ids: Sequence[int]) -> None:
         """Record what queued turns have after these copies, just before the engine schedules."""
         for request in self.engine._ledger.replies:
@@ -120,7 +129,7 @@ class Harness:
         self.scheduled.append(output)
         check_priority(self.engine._loop.scheduler, self.engine._cache, output)
         for grant in output.grants:
-            self.num_granted[grant.request] += grant.end - grant.start
+            self.num_granted[grant.request] += grant.end - grant.start - len(grant.draft)
         for drop in output.drops:
             self._copied_in[drop.conversation_id].discard(drop.index)
         if output.swap_ins:

@@ -6,7 +6,7 @@ A bench pairs the two, so that one driver serves the fake runner and the tiny re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from pensieve_jax.core.prompt_logprobs import PromptLogprob
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.runner import Runner
+from pensieve_jax.scheduler import Request
 from tests.engine.fake_runner import (
     EOS_TOKEN_IDS,
     VOCAB_SIZE,
@@ -30,6 +31,8 @@ from tests.engine.fake_runner import (
     top_of,
 )
 from tests.engine.fake_transfers import Delays
+
+_BEYOND = 25  # ids foretold behind the end of a reply
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,10 @@ class Bench(Protocol):
         """Return an id that is likely to come in the reply."""
         ...
 
+    def foretell(self, request: Request) -> Sequence[int]:
+        """Return what is likely to be sampled after a request's prompt, also behind the end of its reply."""
+        ...
+
     def check_tokens(self, facts: TurnFacts, token_ids: Sequence[int], *, whole: bool) -> None:
         """Assert that these are the reply's tokens, or the first of them."""
         ...
@@ -130,6 +137,16 @@ class FakeBench:
     def stop_id(self, facts: TurnFacts) -> int:
         found = self.continuation(facts)
         return found[facts.seed % len(found)]
+
+    def foretell(self, request: Request) -> Sequence[int]:
+        context, params = request.token_ids[: request.num_prompt_end], request.params
+        count = request.max_total_tokens - request.num_prompt_end
+        reply = dense_continuation(
+            context, params, request.seed, count, lambda number: number > params.min_tokens
+        ).token_ids
+        endless = replace(params, ignore_eos=True, stop_token_ids=(), min_tokens=0)
+        beyond = dense_continuation([*context, *reply], endless, request.seed, _BEYOND, lambda number: True)
+        return (*reply, *beyond.token_ids)
 
     def continuation(self, facts: TurnFacts) -> list[int]:
         """Return the whole reply."""

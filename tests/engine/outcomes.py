@@ -125,8 +125,10 @@ def check_usage(running: Running, num_granted: int, num_copied: int | None, conf
     assert usage.prefilled_tokens <= len(facts.prompt) + 1, usage
     assert config.stateful or known == 0, "the stateless baseline kept state"
     num_extra = num_granted - computed - usage.resume_recomputed_tokens - max(usage.output_tokens - 1, 0)
-    # If an id ends the reply, the look-ahead step is discarded; an end by length has none.
-    assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)
+    # If an id ends the reply, the look-ahead step is discarded, as is the rest of a draft; an end by length
+    # has none.
+    num_allowed = 2 + config.scheduler.draft_limit if output.finish_reason == "stop" else 1
+    assert num_extra in range(num_allowed), (num_extra, usage)
     assert num_copied in (usage.swapped_in_tokens, None), (num_copied, usage)
     assert usage.num_suspensions or not usage.resume_recomputed_tokens + usage.resume_swapped_in_tokens, usage
 

@@ -16,9 +16,10 @@ from model_defs import Model, load_model, make_mesh
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.core.prompt_logprobs import PromptLogprob
+from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference, Replay
 from pensieve_jax.device.model_runner import ModelRunner, StepHandle
-from pensieve_jax.scheduler import StepPlan, StepResult
+from pensieve_jax.scheduler import Request, StepPlan, StepResult
 from tests.device.poison import poisoned_pools
 from tests.engine.fake_transfers import Delays
 from tests.engine.oracles import TurnFacts, unscored
@@ -42,10 +43,12 @@ def real_config(
     stateful: bool = True,
     kv_dtype: str | None = None,
     buckets: tuple[int, ...] = (8, 48),
+    max_draft_tokens: int | None = None,
 ) -> EngineConfig:
     """Return the one shape that the runners are compiled for, with both tiers; the policy runs on the host.
 
     Some have one bucket: that halves the number of programs, for tests that do not need steps of few tokens.
+    With `max_draft_tokens`, turns may have drafts.
     """
     return EngineConfig(
         stateful=stateful,
@@ -62,6 +65,8 @@ def real_config(
             max_num_batched_tokens=48,
             max_context_tokens=MAX_CONTEXT_TOKENS,
             token_buckets=buckets,
+            speculation="off" if max_draft_tokens is None else "history",
+            max_draft_tokens=max_draft_tokens,
         ),
         runner=RunnerConfig(
             attention_backend="xla", max_logprobs=4, max_num_staged_pages=6, num_layer_groups=2
@@ -101,7 +106,8 @@ class RealBench:
     Attributes:
         kv_dtype: storage type of the KV cache.
         num_devices: devices that share the model; the reference has one.
-        buckets: of its runner, and of all configurations that it gets.
+        buckets, max_draft_tokens: of its runner, and of all configurations that it gets.
+        replies: replies that were judged, by context, seed and parameters.
         num_turns: turns that were judged.
         uncertain: turns with a margin below `min_margin`, which are judged like all others.
         num_logprobs, num_far: turns whose log-probabilities were judged, and those farther off than rounding.
@@ -117,6 +123,8 @@ class RealBench:
     num_logprobs: int = 0
     num_far: int = 0
     num_prompts: int = 0
+    max_draft_tokens: int | None = None
+    replies: dict[tuple[tuple[int, ...], int, SamplingParams], tuple[int, ...]] = field(default_factory=dict)
     _last: tuple[tuple[TurnFacts, tuple[int, ...]], Replay] | None = field(
         default=None, init=False, repr=False, compare=False
     )
@@ -134,7 +142,10 @@ class RealBench:
         )
         self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids: tuple[int, ...] = model.config.eos_token_ids
-        self.runner = PoisonedRunner(model, real_config(kv_dtype=self.kv_dtype, buckets=self.buckets), mesh)
+        config = real_config(
+            kv_dtype=self.kv_dtype, buckets=self.buckets, max_draft_tokens=self.max_draft_tokens
+        )
+        self.runner = PoisonedRunner(model, config, mesh)
         self.runner.warm_up()
         self._reference = self._reference_of(self._alone)
 
@@ -161,6 +172,11 @@ class RealBench:
         self.runner.reset()
         return self.runner
 
+    def foretell(self, request: Request) -> Sequence[int]:
+        """Return the reply that an earlier run of the same scenario had."""
+        context = tuple(request.token_ids[: request.num_prompt_end])
+        return self.replies.get((context, request.seed, request.params), ())
+
     def stop_id(self, facts: TurnFacts) -> int:
         """Return the reply's first token if it is greedy: the turn stops at once, or later."""
         return int(self._reference.logits([*facts.history, *facts.prompt])[-1].argmax())
@@ -177,6 +193,7 @@ class RealBench:
         wrong = np.flatnonzero(is_wrong)
         assert not len(wrong), f"token {wrong[0]} of {list(token_ids)} should be {replay.token_ids[wrong[0]]}"
         self.num_turns += 1
+        self.replies[(*facts.history, *facts.prompt), facts.seed, facts.params] = tuple(token_ids)
         if replay.margins.min() < self.min_margin:
             self.uncertain.append(f"{self.preset}: margin {replay.margins.min():.1e} in {facts}")
 

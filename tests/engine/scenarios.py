@@ -26,6 +26,7 @@ HASTY_OPS = (
 )  # many are cancelled in the middle of their recomputation
 OPS = (*CALM_OPS, "end", "fail", "interrupt", "restart")  # each of the last three empties every page
 KINDS = (CALM_OPS, CALM_OPS, HASTY_OPS, OPS)
+_FEW_OPS = 16
 MODEL_TOKENS = (300, 400, 600, 600, 50)
 LAZINESS = (0.0, 0.3, 0.7, 0.9)
 UNFIT = (*[0.0] * 6, 0.1, 0.5, 1.0)  # share of chunks that host memory cannot keep
@@ -68,13 +69,17 @@ class Op:
 
 @dataclass(frozen=True)
 class Scenario:
-    """An engine's configuration and operations. `durable` keeps the history in a file, for "restart"."""
+    """An engine's configuration and operations.
+
+    `durable` keeps the history in a file, for "restart". With `drafts`, an oracle of that seed makes drafts.
+    """
 
     config: EngineConfig
     max_model_tokens: int
     durable: bool
     ops: tuple[Op, ...]
     delays: Delays = IMMEDIATE
+    drafts: int | None = None
 
 
 class Chooser(Protocol):
@@ -201,6 +206,25 @@ def with_order(config: EngineConfig, prompt_order: str) -> EngineConfig:
 def in_order(scenario: Scenario, prompt_order: str) -> Scenario:
     """Return the scenario with an engine whose prompts have this order."""
     return replace(scenario, config=with_order(scenario.config, prompt_order))
+
+
+def drafting_scenario(seed: int) -> Scenario:
+    """Return the scenario of a seed in which running turns have drafts that hold in part; most are short."""
+    scenario = random_scenario(seed)
+    ops = scenario.ops[: None if seed % 10 == 0 else _FEW_OPS]
+    return with_drafts(replace(scenario, ops=ops), seed)
+
+
+def with_drafts(scenario: Scenario, seed: int) -> Scenario:
+    """Return a scenario in which running turns have drafts that hold in part."""
+    return replace(scenario, config=with_speculation(scenario.config, seed), drafts=seed)
+
+
+def with_speculation(config: EngineConfig, seed: int) -> EngineConfig:
+    """Return a configuration with drafts of some length."""
+    limit = RandomChooser(seed + 1).pick((1, 3, 8, 8, 20))
+    scheduler = replace(config.scheduler, speculation="history", max_draft_tokens=limit)
+    return replace(config, scheduler=scheduler)
 
 
 def hole_scenario(choose: Chooser) -> Scenario:

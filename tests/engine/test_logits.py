@@ -25,11 +25,11 @@ def break_logits(harness: Harness, turn: Turn, num_tokens: int = 0, value: float
     """Make the logits of a turn not finite, from the token after `num_tokens` on."""
     finish = harness.engine._finish
 
-    def broken(step, result):
+    def broken(step, result, accepted):
         for row, grant in enumerate(step.sampling):
             if grant.request is turn.request and len(turn.token_ids) >= num_tokens:
                 result.logprobs[row] = value
-        return finish(step, result)
+        return finish(step, result, accepted)
 
     harness.engine._finish = broken
 

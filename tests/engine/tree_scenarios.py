@@ -20,6 +20,7 @@ import weakref
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from tqdm import tqdm
 
 from pensieve_jax.cache import CachedSequence
@@ -33,7 +34,9 @@ from pensieve_jax.core.errors import (
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.cache.helpers import learned_state_of
 from tests.engine.branch_checks import check_branches
+from tests.engine.draft_oracle import plant_oracle
 from tests.engine.harness import MAX_STEPS, Harness
+from tests.engine.oracles import FakeBench
 from tests.engine.outcomes import COUNTED
 from tests.engine.scenarios import (
     FAILING_PLACES,
@@ -43,6 +46,7 @@ from tests.engine.scenarios import (
     make_delays,
     tier_scenario,
     with_order,
+    with_speculation,
 )
 from tests.engine.trees import Forest, Sent
 
@@ -58,10 +62,14 @@ class TreeScenario:
         totals: counts of what happened.
     """
 
-    def __init__(self, seed: int, folder: Path | None, prompt_order: str) -> None:
+    def __init__(
+        self, seed: int, folder: Path | None, prompt_order: str = "arrival", *, drafts: bool = False
+    ) -> None:
         self.choose = RandomChooser(seed)
         config = make_config(self.choose) if seed % 3 else tier_scenario(self.choose).config
         self.config = with_order(config, prompt_order)
+        if drafts:
+            self.config = with_speculation(self.config, seed)
         self.delays = make_delays(self.choose)
         self.path = None if folder is None else folder / "history.sqlite"
         self.clock = VirtualClock(1000.0)
@@ -94,6 +102,8 @@ class TreeScenario:
         self.check_history()
         self.harness.forget_branches()
         self.harness.check_empty()
+        for name in ("num_draft_steps", "num_accepted_draft_tokens"):
+            self.totals[name] += self.engine.stats()[name]
         branches = self.engine.conversations.branches
         assert not len(branches._chunks) and not branches._by_turn and not branches._running
         self.engine.close()
@@ -215,9 +225,10 @@ class TreeScenario:
         assert known + computed == len(facts.history) + len(facts.prompt), usage
         assert min(getattr(usage, name) for name in COUNTED) >= 0, usage
         assert self.config.stateful or not known, "the stateless baseline kept state"
-        num_granted = self.harness.num_granted.pop(sent.turn.request)
+        num_granted, _ = self.harness.take_num_computed(sent.turn.request)
         num_extra = num_granted - computed - usage.resume_recomputed_tokens - (usage.output_tokens - 1)
-        assert num_extra in ((0, 1) if output.finish_reason == "stop" else (0,)), (num_extra, usage)
+        num_allowed = 2 + self.config.scheduler.draft_limit if output.finish_reason == "stop" else 1
+        assert num_extra in range(num_allowed), (num_extra, usage)
         self.totals["found"] += known
         self.totals["computed"] += computed
 
@@ -342,14 +353,19 @@ def _length(states: str) -> int:
     return sum(int(count) for count in "".join(c if c.isdigit() else " " for c in states).split())
 
 
-def run_tree_scenario(seed: int, prompt_order: str = "arrival") -> Counter[str]:
-    """Run one scenario from start to end; raise AssertionError on a failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None, prompt_order)
+def run_tree_scenario(seed: int, prompt_order: str = "arrival", *, drafts: bool = False) -> Counter[str]:
+    """Run one scenario from start to end; raise AssertionError on a failure.
+
+    With `drafts`, an oracle makes drafts for running turns.
+    """
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if drafts:
+            plant_oracle(patch, FakeBench(), seed)
+        scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None, prompt_order, drafts=drafts)
         try:
             scenario.run()
         except BaseException:
-            print(f"failed: run_tree_scenario({seed}, {prompt_order!r})")
+            print(f"failed: run_tree_scenario({seed}, {prompt_order!r}, drafts={drafts})")
             raise
         return scenario.totals
 

@@ -28,6 +28,9 @@ COUNTED_STATS = (
     "num_prefetched_chunks",
     "num_dropped_chunks",
     "num_lost_copies",
+    "num_draft_steps",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
 )
 
 
@@ -126,7 +129,7 @@ class TurnDriver:
             self._lose(running)
             return
         check_output(running, self.bench)
-        num_granted = self.harness.num_granted.pop(turn.request)
+        num_granted, num_accepted = self.harness.take_num_computed(turn.request)
         num_copied = self.harness.swapped_in.pop(turn.request)
         check_usage(running, num_granted, num_copied, self.scenario.config)
         for name in COUNTED:
@@ -134,6 +137,7 @@ class TurnDriver:
         is_scored = turn.output.prompt_logprobs is not None
         self.totals["num_scored_prompts"] += is_scored
         self.totals["num_scored_in_suspended_turns"] += is_scored and turn.output.usage.num_suspensions > 0
+        self.totals["num_turns_with_drafts_that_held"] += num_accepted > 0
         self.totals["num_turns_without_a_reply"] += not turn.output.token_ids
         self._add_to_history(running, turn.output.token_ids)
         self.num_checked += 1

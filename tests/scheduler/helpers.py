@@ -105,7 +105,7 @@ class SchedulerHarness:
         self.cache.check()
         self.scheduler.check_integrity()
         check_priority(self.scheduler, self.cache.manager, output)
-        self.steps.append([(g.request.conversation.conversation_id, *g[1:]) for g in output.grants])
+        self.steps.append([(g.request.conversation.conversation_id, *g[1:4]) for g in output.grants])
         assert output.num_tokens == sum(g.end - g.start for g in output.grants)
         return output
 

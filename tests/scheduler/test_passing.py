@@ -310,7 +310,7 @@ def run_turns(pool: Pool, arrivals: Sequence[Arrival], **options) -> dict[int, l
         for kind, found in (("admitted", output.admitted), ("suspended", output.suspended)):
             for request in found:
                 events[requests[request]].append((step, kind))
-        for request, start, end, _ in output.grants:
+        for request, start, end, *_ in output.grants:
             events[requests[request]].append((step, start, end))
         for request in last:  # its last token is known now
             request.conversation.commit()

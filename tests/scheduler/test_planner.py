@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,8 @@ from tests.scheduler.helpers import page_table
 CHUNK = 16
 NUM_PAGES = 30  # the dummy included
 PAGES_PER_ROW = 6
-LAYOUTS = {size: PlanLayout(size, 8, PAGES_PER_ROW, 6, 3, 2) for size in (16, 64, 600)}
+MAX_DRAFT = 3
+LAYOUTS = {size: PlanLayout(size, 8, PAGES_PER_ROW, 16, 3, 2) for size in (16, 64, 600)}
 
 
 def reference_plan(output, bucket, sample_rows):
@@ -23,9 +25,11 @@ def reference_plan(output, bucket, sample_rows):
     layout = LAYOUTS[bucket]
     fields = {name: [] for name in ("token_ids", "prev_samples", "positions", "write_slots")}
     cu_q_lens, kv_lens, page_indices, samples = [0], [], [], []
-    for request, start, end, is_sampled in output.grants:
+    for request, start, end, is_sampled, draft in output.grants:
+        first_drafted = end - len(draft)
         for position in range(start, end):
-            token_id = request.token_ids[position]
+            is_drafted = position >= first_drafted
+            token_id = draft[position - first_drafted] if is_drafted else request.token_ids[position]
             pending = token_id == PENDING_TOKEN
             page = request.sequence.chunks[position // CHUNK].page
             fields["token_ids"].append(0 if pending else token_id)
@@ -37,7 +41,8 @@ def reference_plan(output, bucket, sample_rows):
         pages = [request.sequence.chunks[i].page for i in range((end + CHUNK - 1) // CHUNK)]
         page_indices.append(pages + [0] * (PAGES_PER_ROW - len(pages)))
         if is_sampled:
-            samples.append((request, cu_q_lens[-1] - 1, end))
+            for before in range(len(draft), -1, -1):
+                samples.append((request, cu_q_lens[-1] - 1 - before, end - before))
     num_rows, num_tokens = len(kv_lens), cu_q_lens[-1]
     for name, padding in (
         ("token_ids", 0),
@@ -62,7 +67,7 @@ def reference_plan(output, bucket, sample_rows):
         "top_p": [p.top_p for p in params] + [1] * num_pad,
         "min_p": [p.min_p for p in params] + [0] * num_pad,
         "seed": [[r.seed % 2**32, r.seed // 2**32] for r, _, _ in samples] + [[0, 0]] * num_pad,
-        "banned_ids": [_banned(request) for request, _, _ in samples] + [[-1] * 3] * num_pad,
+        "banned_ids": [_banned(request, position) for request, _, position in samples] + [[-1] * 3] * num_pad,
         "flags": [
             int(bool(live)),
             int(any(p.top_k > 0 or p.top_p < 1 for p in live)),
@@ -73,8 +78,8 @@ def reference_plan(output, bucket, sample_rows):
     }
 
 
-def _banned(request):
-    number = len(request.token_ids) - request.num_prompt_end  # of the sampled token
+def _banned(request, position):
+    number = position + 1 - request.num_prompt_end  # of the sampled token
     banned = list(request.ending_ids) if number <= request.params.min_tokens else []
     return banned + [-1] * (3 - len(banned))
 
@@ -131,7 +136,11 @@ def outputs(draw):
         if start > 1 and draw(st.booleans()):
             first_end = draw(st.integers(1, start - 1))
             grants.append(Grant(request, draw(st.integers(0, first_end - 1)), first_end, False))
-        grants.append(Grant(request, start, end, end == length))
+        # The pages of a draft are reserved; a request with one has no id in flight.
+        num_free = min(len(request.sequence.chunks) * CHUNK - end, MAX_DRAFT)
+        drafts = end == length and PENDING_TOKEN not in request.token_ids
+        draft = tuple(draw(_ids(draw(st.integers(0, num_free))))) if drafts else ()
+        grants.append(Grant(request, start, end + len(draft), end == length, draft))
     num_tokens = sum(grant.end - grant.start for grant in grants)
     return SchedulerOutput(tuple(grants), num_tokens, (), (), (), (), (), ())
 
@@ -159,5 +168,6 @@ def test_plans_equal_the_slow_reference(output):
     for name, expected in reference_plan(output, bucket, sample_rows).items():
         assert getattr(plan, name).tolist() == expected, name
     sampling = [grant.request for grant in output.grants if grant.samples]
-    assert [request.sample_row for request in sampling] == list(range(len(sampling)))
+    last_rows = np.cumsum([grant.num_outputs for grant in output.grants if grant.samples]) - 1
+    assert [request.sample_row for request in sampling] == last_rows.tolist()
     assert planner.plan(output).step_id == 1

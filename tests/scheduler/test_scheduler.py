@@ -188,9 +188,9 @@ def test_a_step_that_skips_the_oldest_request_is_detected(
         harness.add("b", 5, max_tokens=9)
     grant_running = Scheduler._grant_running
 
-    def pass_over(scheduler, *, with_decodes):
+    def pass_over(scheduler, draft, *, with_decodes):
         running, scheduler.running = scheduler.running, scheduler.running[1:]
-        step = grant_running(scheduler, with_decodes=with_decodes)
+        step = grant_running(scheduler, draft, with_decodes=with_decodes)
         scheduler.running = running
         return step
 

@@ -29,7 +29,7 @@ def system_config(name: str, config: EngineConfig) -> EngineConfig:
     """
     cache = config.cache
     if name == PENSIEVE:
-        if not cache.cpu_pages and not cache.cpu_bytes:
+        if not config.asks_for_host_tier:
             limit = f"(or --cpu_pages) above 0 for {PENSIEVE}; without host memory it is {PENSIEVE_GPU}"
             raise ConfigError("--cpu_bytes", 0, limit)
         return config

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,11 +39,10 @@ from pensieve_jax.commands.report import define_document_flag, device_name, json
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.device.weights import ProgressBar
 from pensieve_jax.decoding.turn_spec import TurnSpec
-from pensieve_jax.text import Tokenizer, load_tokenizer
-from pensieve_lab.chat_training.tokenizer import learn_tokenizer, save_tokenizer
+from pensieve_jax.text import Tokenizer
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.common.spread import Spread
-from pensieve_lab.steps.grammar_rows import checkout_text, decode
+from pensieve_lab.steps.grammar_rows import decode, learned_tokenizer
 
 FLAGS = flags.FLAGS
 Figures = dict[str, Any]
@@ -70,16 +68,6 @@ def sized_config(row_counts: Sequence[int]) -> EngineConfig:
     )
     cache = dataclasses.replace(config.cache, gpu_pages=(most + 1) * -(-longest // chunk))
     return dataclasses.replace(config, cache=cache, scheduler=scheduler)
-
-
-def learned_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of at most `vocab_size` ids, learned from this checkout."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_tokenizer(learn_tokenizer(checkout_text(_ROOT), vocab_size), folder, 1 << 20)
-        tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    return tokenizer
 
 
 def with_only_end(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -154,7 +142,7 @@ def main() -> int:
     config = sized_config(row_counts)
     model, _ = model_limits()
     start_s = time.perf_counter()
-    tokenizer = learned_tokenizer(model.vocab_size)
+    tokenizer = learned_tokenizer(model.vocab_size, _ROOT)
     learn_s = time.perf_counter() - start_s
     with (
         mock.patch.object(assembly, "source_tokenizer", lambda source, vocab_size: tokenizer),

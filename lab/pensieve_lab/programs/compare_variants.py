@@ -90,9 +90,9 @@ def sizes(config: EngineConfig, workload: Workload, max_context_tokens: int) -> 
         )
     num_pages = -(-workload.num_tokens // chunk_tokens)
     changes: dict[str, Any] = {}
-    if FLAGS["gpu_pages"].using_default_value:
+    if config.cache.gpu_pages is None and config.cache.gpu_memory_fraction is None:
         changes["gpu_pages"] = max(int(FLAGS.gpu_fraction * num_pages), 2 * -(-longest // chunk_tokens))
-    if FLAGS.cpu_pages is None and FLAGS.cpu_bytes is None:
+    if not config.cache.has_given_host_tier:
         changes["cpu_pages"] = int(FLAGS.cpu_fraction * num_pages)
     return dataclasses.replace(config, cache=dataclasses.replace(config.cache, **changes))
 

@@ -32,12 +32,12 @@ from pensieve_lab.workload import Answer, History, Steps, UserTurn
 
 def label(name: str, config: EngineConfig) -> str:
     """Return a system's name with its changed settings."""
-    cache = config.cache
+    cache, has_host_tier = config.cache, config.asks_for_host_tier
     changes = {
         f"{cache.policy} eviction": config.stateful and cache.policy != "retention",
         "not unified": not config.scheduler.unified,
-        "no prefetch": bool(cache.cpu_pages or cache.cpu_bytes) and not cache.prefetch,
-        "no retrieval priority": bool(cache.cpu_pages or cache.cpu_bytes) and not cache.retrieval_priority,
+        "no prefetch": has_host_tier and not cache.prefetch,
+        "no retrieval priority": has_host_tier and not cache.retrieval_priority,
     }
     return ", ".join([name, *(text for text, is_changed in changes.items() if is_changed)])
 

@@ -262,7 +262,7 @@ class Replica:
 
     def _look_at(self, grants: tuple[Grant, ...]) -> _Step:
         step = _Step(StepLoad(), [], [], 0)
-        for request, start, end, samples in grants:
+        for request, start, end, samples, _ in grants:
             step.load.add(end - start, end)
             if samples:
                 step.num_samples += 1

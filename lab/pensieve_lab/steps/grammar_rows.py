@@ -7,6 +7,7 @@ Does not know: how masks are made, or how figures are shown.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.turn import Turn
+from pensieve_jax.text import Tokenizer, load_tokenizer
+from pensieve_lab.chat_training.tokenizer import learn_tokenizer, save_tokenizer
 
 _TEXT: Final = {"pensieve_jax": "*.py", "model_defs": "*.py", "tests": "*.py", "docs": "*.md", "lab": "*.py"}
 _MIN_ITEMS: Final = 400  # no reply of a measurement gets this far, so all rows decode to the end
@@ -82,6 +85,16 @@ def checkout_text(root: Path) -> Iterator[str]:
     for folder, pattern in _TEXT.items():
         for path in sorted((root / folder).rglob(pattern)):
             yield path.read_text(encoding="utf-8")
+
+
+def learned_tokenizer(vocab_size: int, root: Path) -> Tokenizer:
+    """Return a tokenizer of at most `vocab_size` ids, learned from the checkout at `root`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_tokenizer(learn_tokenizer(checkout_text(root), vocab_size), folder, 1 << 20)
+        tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
 
 
 def decode(

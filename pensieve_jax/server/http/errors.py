@@ -11,9 +11,9 @@ The openai client retries 408, 409, 429 and 5xx unless `x-should-retry` says oth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from pensieve_jax.core.errors import (
@@ -214,13 +214,31 @@ def as_api_error(error: BaseException, fields: Mapping[str, str] | None = None) 
     return internal_error()
 
 
-@contextmanager
-def renamed_fields(fields: Mapping[str, str]) -> Iterator[None]:
+class ReplacedErrors:
+    """Context manager that raises another error for each InvalidRequestError of its block.
+
+    A generator would do the same in fewer lines, but its frames and the caught error refer to each other. The
+    texts of a refused request would then stay until the garbage collector runs.
+    """
+
+    def __init__(self, as_error: Callable[[InvalidRequestError], ApiError]) -> None:
+        """`as_error` returns the error to raise."""
+        self._as_error = as_error
+
+    def __enter__(self) -> None:
+        """Begin the block; no value is bound."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raise the other error."""
+        if isinstance(error, InvalidRequestError):
+            raise self._as_error(error) from error
+
+
+def renamed_fields(fields: Mapping[str, str]) -> ReplacedErrors:
     """Rename the fields of errors raised in the block to the client's names; see `as_api_error`."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise as_api_error(error, fields) from error
+    return ReplacedErrors(partial(as_api_error, fields=fields))
 
 
 def _as_sentence(error: BaseException) -> str:

@@ -53,7 +53,7 @@ class Budget:
 
 
 DEFAULTS: Final[Mapping[Resource, Budget]] = {
-    "body_bytes": Budget(320 * 2**20, 80 * 2**20, "bytes of request bodies"),
+    "body_bytes": Budget(320 * 2**20, 64 * 2**20, "bytes of request bodies"),
     "json_values": Budget(4_000_000, 1_000_000, "values in JSON bodies"),
     "encoded_characters": Budget(64 * 2**20, 32 * 2**20, "characters of text to encode"),
     "answer_bytes": Budget(256 * 2**20, 64 * 2**20, "bytes of answers that clients have not read"),
@@ -175,13 +175,13 @@ def budgets_of(
 
     Args:
       total, of_key: the budgets that differ from the defaults, by resource.
-      max_body_bytes: limit of a body; by default 32 of them fit into the budget, and 8 of a key.
+      max_body_bytes: limit of a body; by default 32 of them fit into the budget, and 6 of a key.
 
     Raises ConfigError for an unknown resource, or a number below 1.
     """
     found = dict(DEFAULTS)
     longest = NUM_LONGEST_BODIES * max_body_bytes
-    found["body_bytes"] = replace(found["body_bytes"], total=longest, of_key=longest // 4)
+    found["body_bytes"] = replace(found["body_bytes"], total=longest, of_key=longest // 5)
     for name, amount in _checked("budgets", total):
         found[name] = replace(found[name], total=amount)
     for name, amount in _checked("key_budgets", of_key):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
-from pensieve_jax.server.http.errors import as_api_error
+from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
 from pensieve_jax.server.turns.structured import AskedForm
 from pensieve_jax.server.turns.tool_choice import ToolChoice, form_fields
 
@@ -31,3 +34,23 @@ def test_an_error_of_the_grammar_of_calls_names_the_tools(choice: ToolChoice) ->
     names = form_fields(choice, AskedForm())
     error = as_api_error(InvalidRequestError("structured.grammar", "x", "simpler"), names)
     assert error.param == "tools"
+
+
+class Text:
+    """A long text, which a test can see go."""
+
+
+def test_a_renamed_error_keeps_no_text_alive():
+    def check() -> None:
+        text = Text()
+        left.append(weakref.ref(text))
+        raise InvalidRequestError("prompt", "long", "short")
+
+    left: list[weakref.ref[Text]] = []
+    gc.disable()
+    try:
+        with pytest.raises(ApiError, match="input is 'long'"), renamed_fields({"prompt": "input"}):
+            check()
+        assert left[0]() is None
+    finally:
+        gc.enable()

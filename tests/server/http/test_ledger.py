@@ -74,7 +74,7 @@ def test_budgets_come_from_the_settings():
     budgets = settings.resource_budgets()
     assert set(budgets) == set(RESOURCES)
     assert (budgets["maps"].total, budgets["maps"].of_key, budgets["jobs"].of_key) == (9, 3, 7)
-    assert (budgets["body_bytes"].total, budgets["body_bytes"].of_key) == (3200, 800)
+    assert (budgets["body_bytes"].total, budgets["body_bytes"].of_key) == (3200, 640)
 
 
 @pytest.mark.parametrize(

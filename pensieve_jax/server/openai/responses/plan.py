@@ -7,8 +7,7 @@ Does not know: how the turn runs, or how the request is answered. Called by `Res
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from pensieve_jax.core.errors import InvalidRequestError
@@ -17,7 +16,7 @@ from pensieve_jax.core.structured import KINDS
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.server_tables.changes import ResponseDraft
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext
-from pensieve_jax.server.http.errors import ApiError, as_api_error, renamed_fields
+from pensieve_jax.server.http.errors import ApiError, ReplacedErrors, as_api_error, renamed_fields
 from pensieve_jax.server.http.services import Services
 from pensieve_jax.server.openai.responses.context import RequestContext, request_context
 from pensieve_jax.server.openai.responses.response import ResponseHead
@@ -60,13 +59,9 @@ class PlanErrors(NamedTuple):
         functions = {f"tools[{index}].function": f"tools[{index}]" for index in range(len(self.tools))}
         return as_api_error(error, {**self.fields, **functions})
 
-    @contextmanager
-    def renamed(self) -> Iterator[None]:
+    def renamed(self) -> ReplacedErrors:
         """Rename the fields of errors raised in the block to the client's names."""
-        try:
-            yield
-        except InvalidRequestError as error:
-            raise self.as_api_error(error) from error
+        return ReplacedErrors(self.as_api_error)
 
 
 def errors_of_job(spec: TurnSpec) -> PlanErrors:
@@ -109,7 +104,12 @@ class ResponsePlan:
         self.body_sha256 = body_sha256
         self.key = key
         self.context: RequestContext = request_context(
-            services, owner, body, durable=body.stores, token_limit=context_token_limit(services)
+            services,
+            owner,
+            body,
+            durable=body.stores,
+            token_limit=context_token_limit(services),
+            form=asked.form,
         )
         self.errors = PlanErrors(
             {**ENGINE_FIELDS, **form_fields(self._choice, asked)},
