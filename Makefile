@@ -14,7 +14,7 @@ INSTALL ?= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 # Tests start many processes, each of which would compile all of the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel docs lock bench-scheduler clean
+.PHONY: setup hooks demo serve test test-long test-ci test-schedules test-all test-gpu mutants lint check-wheel check-readme docs lock bench-scheduler clean
 
 setup: $(STAMP)
 
@@ -40,8 +40,10 @@ hooks: $(STAMP)
 demo: $(to_serve)
 	JAX_PLATFORMS=cpu $(BIN)/pensieve demo
 
+# Flags of the server: make serve SERVE_FLAGS=--port=9000
+SERVE_FLAGS ?=
 serve: $(to_serve)
-	$(BIN)/pensieve serve --history=chats.sqlite
+	$(BIN)/pensieve serve --history=chats.sqlite $(SERVE_FLAGS)
 
 # A file's tests share what they compile, so a file stays in one process. Files are handed out in the order of
 # `conftest.py`, long ones first; pytest-xdist by itself would keep files of few tests, the longest, for the end. A
@@ -105,6 +107,10 @@ lint: $(STAMP)
 # The package as people install it, in an environment and a directory of its own.
 check-wheel: $(STAMP)
 	VENV=$(VENV) sh .ci/check_wheel
+
+# The shell commands of README.md, in a copy of the checkout.
+check-readme: $(STAMP)
+	$(FAST) $(BIN)/python scripts/dev/run_readme.py
 
 # A page or a docstring that Sphinx warns of fails, as does a link to a page, a heading or a file that is not there.
 docs: $(STAMP)

@@ -33,10 +33,9 @@ from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serv
 from pensieve_jax.decoding.turn_spec import ModelLimits
 from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
-from pensieve_jax.device.page_budget import PagesDoNotFitError
+from pensieve_jax.device.page_budget import MIN_PAGES, PagesDoNotFitError
 from pensieve_jax.device.sizing import (
     GPU_SHARE,
-    MIN_PAGES,
     DeviceMemory,
     Machine,
     default_host_bytes,

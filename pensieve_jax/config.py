@@ -48,8 +48,10 @@ _NUM_BUCKETS_ELSEWHERE = 4  # few, because models are small there and compiling 
 _NUM_RUNNING = 64  # of simulations and of runners without a device
 MAX_NUM_RUNNING = 256
 """The most requests in the batch that a start derives."""
-HOST_SHARE = 0.5
-"""Share of free host memory that the host tier takes for GPUs by default."""
+SMALL_STEP_TOKENS = 256
+"""The most tokens of a step beside replies over `target_tpot_ms`: a step of decodes takes nearly as long."""
+USUAL_STEP_TOKENS = 512
+"""The most tokens of a step beside replies within `target_tpot_ms`, unless enough prompts wait."""
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
@@ -60,6 +62,7 @@ TOOL_CALL_PARSERS = (
     *("deepseek_v3", "deepseek_v31", "kimi_k2", "harmony"),
 )
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "harmony")
+PROMPT_ORDERS = ("arrival", "work_left")
 POLICIES = ("retention", "learned", "lru", "conversation", "trailing")
 SPECULATIONS = ("off", "history")
 _MAX_DRAFT_TOKENS = 8
@@ -117,6 +120,13 @@ class CacheConfig:
         "Replaces `cpu_pages`: the share of free host memory that the host tier takes, chunks in transit "
         "included. None: for GPUs 0.5, at most 64 GiB for each; on a CPU an eighth of its memory, at most 1 "
         "GiB; nothing beside `gpu_pages`, or without `stateful`.",
+    )
+    engines_on_host: int = option(
+        1,
+        count(1),
+        "Engines that run on this machine at the same time, at least the number of `--replicas`. Shares of "
+        "its memory, given or by default, are divided among them, except those of GPUs. Exact numbers count "
+        "for each engine.",
     )
     chunk_tokens: int = option(
         32,
@@ -251,11 +261,26 @@ class SchedulerConfig:
         "hold 512 tokens per request and a step's list of pages is at most 1 MiB.",
     )
     max_num_batched_tokens: int = option(
-        512,
+        USUAL_STEP_TOKENS,
         count(1),
         "The most query tokens of a step. With a smaller value, prompts take more steps, and decodes wait "
         "less for each step. It must leave room for one chunk beside one decode token per running request, "
         "so that the oldest request always advances.",
+    )
+    prompt_order: str = option(
+        "arrival",
+        one_of(PROMPT_ORDERS),
+        "Which prompt of the batch a step computes first. arrival: the oldest. work_left: the one with the "
+        "least time left to compute, where each second of waiting outweighs a quarter of a second of work. "
+        "Up to 8 prompts are then in progress, and first tokens come sooner on average.",
+    )
+    target_tpot_ms: float | None = option(
+        None,
+        optional(number("above 0 milliseconds", lambda value: 0 < value < math.inf)),
+        "Milliseconds per later token that running replies should take on average. Beside replies over the "
+        "target, a step has at most 256 tokens, or 512 while over a quarter of a second of prompts waits. "
+        "Beside others it has at most 512, or up to max_num_batched_tokens while much more waits than it "
+        "takes. None: always up to max_num_batched_tokens.",
     )
     prompt_steps: int = option(
         0,
@@ -317,6 +342,13 @@ class SchedulerConfig:
             "scheduler.max_num_rows",
             self.max_num_rows,
             f"None or at least max_num_running ({self.max_num_running or 1})",
+        )
+        require(
+            self.target_tpot_ms is None or self.max_num_batched_tokens > SMALL_STEP_TOKENS,
+            "scheduler.target_tpot_ms",
+            self.target_tpot_ms,
+            f"None beside max_num_batched_tokens ({self.max_num_batched_tokens}) up to {SMALL_STEP_TOKENS}: "
+            "all steps are small then",
         )
         require(
             self.max_draft_tokens is None or self.speculation != "off",
@@ -491,14 +523,10 @@ class EngineConfig:
         cache = replace(self.cache, cpu_pages=num_slots, cpu_bytes=None, cpu_memory_fraction=None)
         return replace(self, cache=cache)
 
-    def with_part_of_host(self, num_engines: int) -> EngineConfig:
-        """Return a copy for one of several engines that start on one host at the same time.
-
-        The host tier that nothing is said of takes its part of half of the free memory.
-        """
-        if num_engines == 1 or not self.wants_host_tier:
-            return self
-        return replace(self, cache=replace(self.cache, cpu_memory_fraction=HOST_SHARE / num_engines))
+    def with_engines_on_host(self, num_engines: int) -> EngineConfig:
+        """Return a copy for one of at least `num_engines` engines that start on one host at the same time."""
+        num_engines = max(num_engines, self.cache.engines_on_host)
+        return replace(self, cache=replace(self.cache, engines_on_host=num_engines))
 
     @property
     def wants_host_tier(self) -> bool:

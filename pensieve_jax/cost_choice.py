@@ -67,8 +67,9 @@ def shipped_costs(subject: CostSubject) -> CostChoice | None:
 
 
 def needs_costs(config: EngineConfig) -> bool:
-    """Return whether an engine of this configuration uses recomputation costs for eviction."""
-    return config.stateful and config.cache.policy not in _POLICIES_WITHOUT_COSTS
+    """Return whether an engine of this configuration uses costs, for eviction or the order of prompts."""
+    evicts_by_cost = config.stateful and config.cache.policy not in _POLICIES_WITHOUT_COSTS
+    return evicts_by_cost or config.scheduler.prompt_order == "work_left"
 
 
 def costs_before_loading(

@@ -43,8 +43,8 @@ def describe(parts: Assembled) -> Description:
         "measured at start" or "analytic"; `cost_profile`: path of the profile, name of a shipped one, or
         None; `cost_reason`: reason of the choice; `cost_at_4096`: cost of the chunk at 4,096 tokens over that
         of the first.
-      steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows` and
-        `num_layer_groups`.
+      steps: `buckets` in tokens, ascending; `max_context_tokens`, `max_num_running`, `max_num_rows`,
+        `num_layer_groups`, `prompt_order` and `target_tpot_ms`.
       compilation_cache_dir: directory of compiled steps, or None.
     """
     config, runner = parts.config, parts.runner
@@ -61,6 +61,8 @@ def describe(parts: Assembled) -> Description:
             "max_num_running": config.scheduler.running_limit,
             "max_num_rows": config.scheduler.row_limit,
             "num_layer_groups": len(runner.storage.groups),
+            "prompt_order": config.scheduler.prompt_order,
+            "target_tpot_ms": config.scheduler.target_tpot_ms,
         },
         "compilation_cache_dir": config.runner.compilation_cache_dir,
     }

@@ -37,7 +37,7 @@ from pensieve_jax.text import (
     num_messages_held,
 )
 from pensieve_jax.text.messages import call_ids, check_results, prefill_of
-from pensieve_jax.text.reply_forms import form_with_calls, with_placed_form
+from pensieve_jax.text.reply_forms import form_with_calls, with_form, with_placed_form
 from pensieve_jax.text.schema_errors import schema_error
 from pensieve_jax.text.tool_formats import AUTOMATIC, Parsers
 
@@ -137,7 +137,7 @@ class PromptEncoder:
         params = sampling_params or SamplingParams()
         new_messages, prefill = _divided(new_messages, field, options.continue_final_message)
         if prefix is not None:
-            template_input = self._template_input(options, prefix.template_input, prefill)
+            template_input = self._template_input(options, prefix.template_input, prefill, params)
             params = self._with_calls(params, template_input, options)
             return self._chat_after(prefix, new_messages, params, conversation_id, field, template_input)
         earlier, known, last_input = self._earlier_turns(conversation_id)
@@ -145,7 +145,7 @@ class PromptEncoder:
         if num_held:
             _refuse_resent(field, new_messages, num_held, f"conversation {conversation_id!r}")
         check_results(new_messages, _call_ids(earlier), field)
-        template_input = self._template_input(options, last_input, prefill)
+        template_input = self._template_input(options, last_input, prefill, params)
         params = self._with_calls(params, template_input, options)
         keep, token_ids = self._format().turn_prompt(
             earlier, known, new_messages, template_input=template_input
@@ -286,7 +286,11 @@ class PromptEncoder:
         )
 
     def _template_input(
-        self, options: ChatOptions, earlier: TemplateInput, prefill: str | None
+        self,
+        options: ChatOptions,
+        earlier: TemplateInput,
+        prefill: str | None,
+        params: SamplingParams | None = None,
     ) -> TemplateInput:
         """Return the input of a turn's rendering; `earlier` is that of the turn before."""
         tools, arguments = earlier.tools, earlier.arguments
@@ -299,7 +303,10 @@ class PromptEncoder:
         template_input = TemplateInput(tools, arguments, prefill)
         if template_input != NO_INPUT:
             self._format().check_input(template_input, arguments_field="chat_template_kwargs")
-        return self._format().with_calls(template_input) if tools else template_input
+        if tools:
+            template_input = self._format().with_calls(template_input)
+        # The engine names parameters of another type.
+        return with_form(template_input, params.structured if isinstance(params, SamplingParams) else None)
 
     def _with_calls(
         self, params: SamplingParams, template_input: TemplateInput, options: ChatOptions

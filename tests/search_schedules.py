@@ -46,7 +46,7 @@ from tests.engine import (
 )
 from tests.engine.driver import run_scenario
 from tests.engine.real_models import MAX_FAR_FRACTION, MAX_UNCERTAIN_STORED_FRACTION, RealBench
-from tests.engine.scenarios import Scenario, drafting_scenario, random_scenario
+from tests.engine.scenarios import Scenario, drafting_scenario, in_order, random_scenario
 from tests.engine.tree_scenarios import run_tree_scenario
 from tests.rebatching import scenarios as rebatching_scenarios
 from tests.rebatching import test_real_models as rebatching_real_models
@@ -82,9 +82,9 @@ def _per_thousand(least: Mapping[str, int], num_schedules: int) -> dict[str, flo
     return {name: count * 1000 / num_schedules for name, count in least.items()}
 
 
-def _tiers() -> Schedule:
+def _tiers(prompt_order: str) -> Schedule:
     def run_one(seed: int) -> Counter[str]:
-        driver = run_scenario(random_scenario(seed))
+        driver = run_scenario(in_order(random_scenario(seed), prompt_order))
         return Counter(driver.totals) + Counter(turns=driver.num_checked)
 
     return run_one
@@ -160,7 +160,10 @@ _IN_8_BITS = {
 _PADDED = dict.fromkeys(("num_resizes", "num_insertions", "suspended", "num_shaped_steps"), 20.0)
 MODES: dict[str, Mode] = {
     # Host-only: a fake runner reads its KV state back.
-    "tiers": Mode(_tiers, _per_thousand(test_seeded_scenarios.LEAST, 900)),
+    **{
+        name: Mode(functools.partial(_tiers, order), _per_thousand(test_seeded_scenarios.LEAST, 900))
+        for name, order in (("tiers", "arrival"), ("work-left", "work_left"))
+    },
     "trees": Mode(_trees, test_tree_scenarios.LEAST),
     "drafts": Mode(_drafts, test_drafts.LEAST),
     "trees-drafts": Mode(functools.partial(_trees, drafts=True), test_tree_scenarios.LEAST),

@@ -159,6 +159,7 @@ def test_a_reply_with_tools_and_a_form_is_calls_or_has_the_form(
     assert form is not None
     for text in ("yes", "no", written("add", '{"a": 1}')):
         assert takes(tokenizer, form, text)
+    assert spec.template_input.reply.has_form
     assert takes(tokenizer, form, written("add", '{"b": 1}')) is not is_strict
     for text in ("perhaps", "", "yes" + written("add", '{"a": 1}'), written("now", "{}")):
         assert not takes(tokenizer, form, text)

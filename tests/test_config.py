@@ -71,16 +71,11 @@ def test_a_share_of_memory_is_not_yet_a_number_of_pages():
     assert config.with_gpu_pages(100).resolve_context_tokens(10**6) == 3200
 
 
-def test_engines_of_one_host_share_its_memory():
-    """What the caller said of host memory stays."""
-    assert EngineConfig().with_part_of_host(1) == EngineConfig()
-    assert EngineConfig().with_part_of_host(4).cache.cpu_memory_fraction == 0.125
-    for config in (
-        EngineConfig(stateful=False),
-        *(EngineConfig(cache=CacheConfig(**given)) for given in ({"cpu_pages": 3}, {"gpu_pages": 9})),
-        EngineConfig(cache=CacheConfig(cpu_memory_fraction=0.3)),
-    ):
-        assert config.with_part_of_host(4) == config
+def test_there_are_at_least_as_many_engines_on_a_host_as_replicas():
+    assert EngineConfig().with_engines_on_host(1) == EngineConfig()
+    assert EngineConfig().with_engines_on_host(4).cache.engines_on_host == 4
+    beside_others = EngineConfig(cache=CacheConfig(engines_on_host=8))
+    assert beside_others.with_engines_on_host(4) == beside_others
 
 
 def test_defaults_and_limits_work():

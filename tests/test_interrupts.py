@@ -19,10 +19,11 @@ from pensieve_jax import LLM, SamplingParams
 from pensieve_jax.core.turn_node import TurnNode, new_turn_id
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.history.store import CUT_FINISH_REASON
+from pensieve_jax.text import byte_tokenizer
 from tests.engine.fake_transfers import Delays
 from tests.engine.harness import Harness, small_config
 from tests.engine.oracles import TurnFacts
-from tests.fake_llm import TOKENIZER, llm_of
+from tests.fake_llm import llm_of
 from tests.interruption import Interruption, Line
 from tests.seeds import enough
 
@@ -43,8 +44,9 @@ class SmallEngine(NamedTuple):
 
 def new_engine(patch: pytest.MonkeyPatch, *, learned: bool = False) -> SmallEngine:
     config = LEARNED if learned else CONFIG
-    harness = Harness(config, tokenizer=TOKENIZER, delays=DELAYS)
-    small = SmallEngine(llm_of(patch, harness), harness)
+    tokenizer = byte_tokenizer()  # a used one has texts already, so that other lines run
+    harness = Harness(config, tokenizer=tokenizer, delays=DELAYS)
+    small = SmallEngine(llm_of(patch, harness, tokenizer), harness)
     small.llm.generate([LONG_TEXT], PARAMS, conversation_ids=["b"])
     return small
 

@@ -40,6 +40,8 @@ def test_requests_are_distinct_attacks_with_harmless_controls():
             known = {"model", "messages", "prompt", "max_tokens", "n", "stream"}
             assert set(control) <= known and control["max_tokens"] > 0
             assert one.control_route == (COMPLETIONS if "prompt" in control else CHAT)
+        texts = [one.control for one in requests if b'"prompt": [' not in one.control]
+        assert len(set(texts)) == len(texts), "the state of equal prompts would be found"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_figures_beyond_a_limit_are_problems():
     control, limits = run({"loop": 70.0}), Limits(stall_ms=100.0, held_ms=50.0)
 
     def of(attack: Run, after: Run | None = None) -> list[str]:
-        return problems(run(), after or run(), [Attack("forms", "a", control, attack)], limits)
+        return problems(after or run(), [Attack("forms", "a", control, attack)], limits)
 
     assert not of(run({"loop": 69.0, "wait": 50.0, "ModelRunner.fetch": 900.0}))
     assert not of(run(gaps=GAPS._replace(max_ms=103.0)))
@@ -185,6 +187,21 @@ def test_figures_beyond_a_limit_are_problems():
     assert "the stream failed" in of(run(gaps=GAPS._replace(failures=("x",))))[0]
     assert of(run(wrong=["500: x"])) == ["forms: a: 500: x"]
     assert "2 different replies" in of(run(), run(gaps=GAPS._replace(texts=2)))[0]
+
+
+def test_the_calmest_of_several_runs_counts():
+    noisy = GAPS._replace(max_ms=500.0, failures=("x",))
+    first = Attack("forms", "a", run({"loop": 9.0}), run({"wait": 60.0}, gaps=noisy, wrong=["500: x"]))
+    assert first.run.gaps.max_ms > first.allowed_gap_ms(100.0) == 103.0
+    again = Attack("forms", "a", run(gaps=noisy), run({"wait": 5.0, "loop": 7.0}))
+    for both in (first.repeated(again), again.repeated(first)):
+        assert both.num_runs == 2 and both.control.gaps.max_ms == both.run.gaps.max_ms == 3.0
+        assert both.run.held_ms == {"wait": 60.0, "loop": 7.0} and both.control.held_ms == {"loop": 9.0}
+        assert both.run.answers.wrong[:1] == ["500: x"] and both.run.gaps.failures == ("x",)
+    third = Attack("forms", "a", run(), run(gaps=noisy._replace(max_ms=104.0)))
+    assert first.repeated(third).run.gaps.max_ms == 104.0
+    found = summary(run(), run(), [first.repeated(again)])
+    assert found["attacks"]["forms: a"]["runs"] == 2
 
 
 def test_gaps_are_within_streams():

@@ -1,4 +1,4 @@
-"""Each Python and shell block of the product's pages is run by a test, or listed with a reason why not."""
+"""Each Python and shell block of the product's pages is run by a test or script, or listed with a reason."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def blocks() -> list[Block]:
 def is_run(block: Block) -> bool:
     if block.language == "python":
         return block.page in LISTS["python"]
+    if block.page == LISTS["script"]["page"]:
+        return True
     return "curl " in block.text and LISTS["curl"]["address"] in block.text
 
 
@@ -61,3 +63,4 @@ def test_each_test_reads_its_page() -> None:
     for page, test in LISTS["python"].items():
         assert Path(page).name in (ROOT / test).read_text(encoding="utf-8"), test
     assert "curl" in (ROOT / LISTS["curl"]["test"]).read_text(encoding="utf-8")
+    assert LISTS["script"]["page"] in (ROOT / LISTS["script"]["script"]).read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import pytest
 
 from lab.tests.serving_fakes import session
 from lab.tests.test_serving_run import Window, run_ticks
+from pensieve_lab.pages.command_flags import runs
 from tests.commands.test_provenance import commit, git, tree  # noqa: F401  # a fixture
 from tests.launching import load
 
@@ -223,6 +224,19 @@ def test_another_command_fails() -> None:
         (fault, *_) = faults(results(), COMMAND.replace(flag, ""))
         assert flag[2:].partition("=")[0] in fault or "kv_bytes" in fault
     assert any("stateless" in fault for fault in faults(results(), f"{COMMAND} --system stateless"))
+
+
+@pytest.mark.parametrize(
+    ("command", "is_run"),
+    [
+        ("python scripts/benchmark_serving.py --rates=1", True),
+        ("python -m pensieve_lab.programs.benchmark_serving --rates=1", True),
+        ("python -m pensieve_lab.programs.compare_checkouts --program=benchmark_serving", False),
+        ("python -m pensieve_lab.programs.benchmark_serving_grid", False),
+    ],
+)
+def test_a_command_runs_the_program_that_it_names_and_no_value_of_a_flag(command: str, is_run: bool) -> None:
+    assert runs(command, "benchmark_serving") is is_run
 
 
 def test_several_loads_of_one_command() -> None:

@@ -28,15 +28,15 @@ class EarlierPages:
         self._trunks: set[CachedSequence] = set()
         self._has_running = False
 
-    def add_running(self, sequence: CachedSequence) -> None:
-        """Add a running sequence, which has a page for every chunk, as its trunks have."""
-        self._has_running = True
-        own: CachedSequence | None = sequence
-        while own is not None and own not in self._trunks:
-            self._num_held += len(own.chunks) - own.num_shared
-            if own.is_trunk:
-                self._trunks.add(own)
-            own = own.trunk
+    def add_running(self, *sequences: CachedSequence) -> None:
+        """Add running sequences, which have a page for every chunk, as their trunks have."""
+        self._has_running = self._has_running or bool(sequences)
+        self._num_held += sum([len(own.chunks) - own.num_shared for own in sequences])
+        for trunk in {own.trunk for own in sequences}:
+            while trunk is not None and trunk not in self._trunks:
+                self._num_held += len(trunk.chunks) - trunk.num_shared
+                self._trunks.add(trunk)
+                trunk = trunk.trunk
 
     def add_queued(self, sequence: CachedSequence) -> None:
         """Add a queued sequence: it keeps the pages that it has, except those of its trunks."""

@@ -79,7 +79,8 @@ def _turn(
     if prompt not in body:
         raise InvalidRequestError(prompt, None, "given")
     for name, value in body.items():
-        if name in _PLAIN and value != _PLAIN[name]:
+        # In Completions, logprobs of 0 asks for those of the reply; Python finds it equal to False.
+        if name in _PLAIN and (type(value), value) != (type(_PLAIN[name]), _PLAIN[name]):
             limit = f"left out, or {_PLAIN[name]!r}"
             raise InvalidRequestError(name, value, limit, "pensieve serve answers such requests")
         if name not in _KNOWN and name != prompt:

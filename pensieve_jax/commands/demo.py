@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from pensieve_jax import CacheConfig
 from pensieve_jax.commands.demo_conversations import CONVERSATIONS
 from pensieve_jax.commands.demo_screen import (
     DemoTurn,
@@ -34,7 +35,12 @@ from pensieve_jax.commands.demo_screen import (
     transcript,
     usage_table,
 )
-from pensieve_jax.commands.engine_flags import CACHE_DIR, COMPILATION_CACHE_HELP, define_model_flag
+from pensieve_jax.commands.engine_flags import (
+    CACHE_DIR,
+    COMPILATION_CACHE_HELP,
+    define_model_flag,
+    take_model_word,
+)
 from pensieve_jax.commands.interrupts import exiting_on_interrupt
 from pensieve_jax.commands.launch import EXIT_FAILED
 from pensieve_jax.commands.words import SMALL_MODEL
@@ -63,6 +69,7 @@ def check_events(turns: Sequence[DemoTurn]) -> bool:
 
 def main() -> int:
     """Serve with little memory, replay and compare, and measure; return the exit status."""
+    CacheConfig(gpu_pages=FLAGS.gpu_pages, cpu_pages=FLAGS.cpu_pages)  # raises before anything is loaded
     resolve_model(FLAGS.model)
     with exiting_on_interrupt():
         from pensieve_jax.commands import demo_run, demo_speed  # after the check, since these import JAX
@@ -100,6 +107,7 @@ def main() -> int:
 def define_flags() -> None:
     """Define the command-line flags of `pensieve demo`."""
     define_model_flag()
+    take_model_word()
     flags.DEFINE_bool("details", False, "Show every turn: its text, and where its KV cache was.")
     flags.DEFINE_integer("gpu_pages", 16, "Pages of device memory, of 32 tokens each.")
     flags.DEFINE_integer("cpu_pages", 12, "Additional pages of host memory.")

@@ -1,6 +1,6 @@
 """Flags of other servers, and what they are here.
 
-Owns: the table of names that users know from vLLM, SGLang, llama.cpp and Ollama, and the sentence about one.
+Owns: the tables of names that users know from vLLM, SGLang, llama.cpp and Ollama, and the sentence about one.
 Does not know: which command runs; a flag that the command lacks is not suggested.
 """
 
@@ -20,11 +20,10 @@ OURS: Final = {
     **dict.fromkeys(("dp", "dp_size", "data_parallel_size"), "replicas"),
     # memory
     **dict.fromkeys(("gpu_memory_utilization", "mem_fraction_static"), "gpu_memory_fraction"),
-    **dict.fromkeys(("num_gpu_blocks_override", "max_total_tokens"), "gpu_pages"),
+    **dict.fromkeys(("num_gpu_blocks_override",), "gpu_pages"),
     **dict.fromkeys(("swap_space", "kv_offloading_size", "hicache_size", "cache_ram", "cram"), "cpu_bytes"),
     **dict.fromkeys(("kv_cache_dtype", "cache_type_k", "cache_type_v", "ctk", "ctv"), "kv_dtype"),
     **dict.fromkeys(("block_size", "page_size"), "chunk_tokens"),
-    **dict.fromkeys(("keep_alive",), "idle_ttl_s"),
     # sizes of a step
     **dict.fromkeys(("max_model_len", "c", "ctx_size", "context_length", "num_ctx"), "max_context_tokens"),
     **dict.fromkeys(("max_num_seqs", "max_running_requests", "np", "parallel"), "max_num_running"),
@@ -37,11 +36,12 @@ OURS: Final = {
     **dict.fromkeys(("n", "n_predict", "num_predict", "predict", "max_new_tokens"), "max_tokens"),
     **dict.fromkeys(("temp",), "temperature"),
     **dict.fromkeys(("s",), "seed"),
-    **dict.fromkeys(("sys", "system_prompt", "system_prompt_file"), "system"),
+    **dict.fromkeys(("sys", "system_prompt"), "system"),
     **dict.fromkeys(("i", "input_file"), "input"),
     **dict.fromkeys(("o", "output_file"), "output"),
 }
-NEEDLESS: Final = {
+# A flag that has no counterpart, or whose counterpart takes other values.
+EXPLAINED: Final = {
     **dict.fromkeys(
         ("enable_prefix_caching", "enable_radix_cache", "cache_prompt", "cache_reuse"),
         "The KV cache is always kept; --nostateful keeps none",
@@ -59,6 +59,13 @@ NEEDLESS: Final = {
     **dict.fromkeys(
         ("ngl", "gpu_layers", "n_gpu_layers"), "A GPU holds all layers; JAX_PLATFORMS=cpu uses the CPU"
     ),
+    **dict.fromkeys(
+        ("keep_alive",),
+        "The model stays loaded until the command ends, and its KV cache while there is room",
+    ),
+    **dict.fromkeys(
+        ("max_total_tokens",), "Here it is --gpu_pages, which counts chunks of --chunk_tokens (32) tokens"
+    ),
     **dict.fromkeys(("t", "threads"), "The CPU's threads are not a setting"),
     **dict.fromkeys(
         ("q", "quantization"), "Quantized weights are not supported; --kv_dtype halves the KV cache"
@@ -75,7 +82,7 @@ def hint(name: str) -> str | None:
     """Return the sentences about an unknown flag that has another name here; None for other names."""
     given = f"Unknown command line flag '{name}'. "
     plain = name.replace("-", "_")
-    if plain in NEEDLESS:
-        return f"{given}{NEEDLESS[plain]}."
+    if plain in EXPLAINED:
+        return f"{given}{EXPLAINED[plain]}."
     ours = OURS.get(plain, plain)
     return f"{given}Here it is --{ours}." if ours != name and ours in flags.FLAGS else None

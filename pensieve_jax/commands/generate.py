@@ -269,6 +269,9 @@ def main() -> int:
                     "a file of conversations that can be read",
                     error.strerror or str(error),
                 ) from error
+            if FLAGS.logprobs is not None and any(one.url is not None for one in conversations):
+                limit = "left out beside requests of OpenAI's batch format: results have no place for it"
+                raise InvalidRequestError("--logprobs", FLAGS.logprobs, limit)
             check_engine_flags()
             model, max_context_tokens = model_limits()
             limits = ModelLimits(

@@ -25,7 +25,7 @@ from absl import flags
 from pallas_kernels.attention_names import ATTENTION_BACKENDS, KV_DTYPES
 from pensieve_jax.cache.order.cost import COST_KINDS, DEFAULT_COST_KIND
 from pensieve_jax.commands.cost_plot import check_can_plot, plot_costs
-from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag
+from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, take_model_word
 from pensieve_jax.commands.launch import check_can_write
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
 from pensieve_jax.model_source import resolve_model
@@ -67,6 +67,7 @@ def main() -> int:
 def define_flags() -> None:
     """Define the command-line flags of `pensieve profile`."""
     define_model_flag()
+    take_model_word()
     flags.DEFINE_enum(
         "dtype",
         "auto",

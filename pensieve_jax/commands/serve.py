@@ -32,6 +32,7 @@ from pensieve_jax.commands.engine_flags import (
     check_engine_flags,
     define_engine_flags,
     engine_config,
+    num_bytes,
     set_command_defaults,
     shows_progress,
     take_model_word,
@@ -167,7 +168,7 @@ def serve_many() -> int:
         history=FLAGS.history,
         model=FLAGS.model,
         dtype=FLAGS.dtype,
-        config=engine_config().with_part_of_host(FLAGS.replicas),
+        config=engine_config().with_engines_on_host(FLAGS.replicas),
         log_format=FLAGS.log_format,
         replicas=FLAGS.replicas,
         num_cpus=0,  # so that Ray starts all replicas, even on a machine with few processors
@@ -192,6 +193,9 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
 
     if FLAGS.max_turns_per_key < 1:  # checked here, since the setting has another name
         raise ConfigError("--max_turns_per_key", FLAGS.max_turns_per_key, "at least 1")
+    if FLAGS.api_keys_file is None and not FLAGS["max_turns_per_key"].using_default_value:
+        limit = "left out without keys"
+        raise ConfigError("--max_turns_per_key", FLAGS.max_turns_per_key, limit, "give --api_keys_file")
     return ServerSettings(
         host=FLAGS.host,
         port=FLAGS.port,
@@ -202,7 +206,7 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         served_model_name=FLAGS.served_model_name,
         chat_history=FLAGS.chat_history or ("durable" if is_routed else "memory"),
         otel_endpoint=FLAGS.otel_endpoint,
-        max_index_bytes=FLAGS.max_index_bytes,
+        max_index_bytes=num_bytes("--max_index_bytes", FLAGS.max_index_bytes),
         tools=FLAGS.tools,
         tool_call_parser=FLAGS.tool_call_parser,
         reasoning_parser=FLAGS.reasoning_parser,
@@ -210,13 +214,17 @@ def server_settings(*, is_routed: bool = False) -> ServerSettings:
         max_in_flight_per_key=FLAGS.max_turns_per_key,
         budgets=_amounts("budgets"),
         key_budgets=_amounts("key_budgets"),
-        max_stored_bytes_per_key=FLAGS.max_stored_bytes_per_key,
+        max_stored_bytes_per_key=_stored_bytes(FLAGS.max_stored_bytes_per_key),
         max_conversations_per_key=FLAGS.max_conversations_per_key,
         max_responses_per_key=FLAGS.max_responses_per_key,
         idle_conversation_days=FLAGS.idle_conversation_days,
         confirm_clock=FLAGS.confirm_clock,
         is_routed=is_routed,
     )
+
+
+def _stored_bytes(text: str | None) -> int | None:
+    return None if text is None else num_bytes("--max_stored_bytes_per_key", text)
 
 
 def _amounts(flag: str) -> dict[str, int]:
@@ -266,15 +274,15 @@ def define_flags() -> None:
         ["auto", "functions", "ignore"],
         "Handling of requests that offer tools to the model.",
     )
-    flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key.")
+    flags.DEFINE_integer("max_turns_per_key", 64, "Most concurrent turns of one key of --api_keys_file.")
     flags.DEFINE_list(
         "budgets", [], "What all requests together may hold, as NAME=NUMBER; docs/limits.md has the names."
     )
     flags.DEFINE_list("key_budgets", [], "What the requests of one key may hold, as --budgets.")
-    flags.DEFINE_integer(
+    flags.DEFINE_string(
         "max_stored_bytes_per_key",
         None,
-        "Most stored bytes of one key; 0: no limit. Default with keys: 10 GiB.",
+        "Most stored bytes of one key, such as 20GiB; 0: no limit. Default with keys: 10 GiB.",
     )
     flags.DEFINE_integer(
         "max_conversations_per_key",
@@ -296,8 +304,8 @@ def define_flags() -> None:
         None,
         "Today's date, such as 2026-11-30: the clock is right although it is far ahead of the history.",
     )
-    flags.DEFINE_integer(
-        "max_index_bytes", 256 * 2**20, "Memory for the index of turns that recognizes resent messages."
+    flags.DEFINE_string(
+        "max_index_bytes", "256MiB", "Memory for the index of turns that recognizes resent messages."
     )
     flags.DEFINE_float("drain_s", 30.0, "Seconds that running turns get to finish when the server stops.")
     flags.DEFINE_string("otel_endpoint", None, "OTLP URL that receives spans of turns; default: no spans.")

@@ -44,7 +44,8 @@ def finished_turns(
                 assert llm.tokenizer is not None
                 prompt = llm.tokenizer.encode(prompt, add_bos=index == 0)
             if prompt != (past.messages if turn.is_chat else list(past.prompt_token_ids)):
-                name = f"line {conversation.line_number}, turns[{index}]"
+                name = f"line {conversation.line_number}"
+                name += "" if conversation.is_single else f", turns[{index}]"
                 limit = f"what the history has as turn {index} of {conversation.conversation_id!r}"
                 raise InvalidRequestError(name, turn.prompt, limit, "take another history or conversation_id")
             if conversation.url is not None:

@@ -318,13 +318,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raise `InvalidRequestError`, naming the field, for values that cannot be used."""
-        for option in options_of(SamplingParams):
-            value = getattr(self, option.name)
-            if not option.limit.accepts(value):
-                raise InvalidRequestError(option.name, value, option.limit.words)
+        for name, default, limit, is_real in _checks():
+            value = getattr(self, name)
+            # Most fields of most requests have their default, which needs no check.
+            if value is default or (type(value) is type(default) and value == default):
+                continue
+            if not limit.accepts(value):
+                raise InvalidRequestError(name, value, limit.words)
             # A NumPy number or a Fraction, say: JSON and the other process only accept int and float.
-            if option.kind is float and type(value) not in (int, float):
-                object.__setattr__(self, option.name, float(value))
+            if is_real and type(value) not in (int, float):
+                object.__setattr__(self, name, float(value))
         # vLLM's way to switch these off; a model's files have them, too. Later code knows one value each.
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
@@ -334,24 +337,22 @@ class SamplingParams:
             raise InvalidRequestError(
                 "min_tokens", self.min_tokens, f"an integer from 0 to {self.max_tokens}"
             )
-        for name, max_size, max_length in (
-            ("stop", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
-            ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS),
-        ):
-            _check_size(name, getattr(self, name), max_size, "strings")
-            for string in getattr(self, name):
-                _check_size(name, string, max_length, "characters in a string")
-        _check_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "ids")
-        _check_size("allowed_token_ids", self.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, "ids")
         if self.structured is not None and self.ignore_eos:
             raise InvalidRequestError("ignore_eos", True, "False with structured, whose form ends the reply")
         # Later code relies on the checks, and the caller may change its lists.
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _checked_ids(name, getattr(self, name)))
-        for name in ("stop", "bad_words"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.stop != ():
+            strings = _checked_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+            object.__setattr__(self, "stop", strings)
+        if self.bad_words != ():
+            strings = _checked_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
+            object.__setattr__(self, "bad_words", strings)
+        if self.stop_token_ids != ():
+            ids = _checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+            object.__setattr__(self, "stop_token_ids", ids)
+        if self.allowed_token_ids is not None:
+            ids = _checked_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", ids)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias) if self.logit_bias else {})
 
     def check_in_use(self, refuses: Callable[[SamplingField], bool], reason: str, hint: str) -> None:
         """Raise InvalidRequestError for the first field in use whose row of the table `refuses` it."""
@@ -364,7 +365,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether the choice depends on counts of the turn's ids."""
-        return any(getattr(self, name) != column.off for name, column in penalty_columns().items())
+        return any([getattr(self, name) != column.off for name, column in penalty_columns().items()])
 
     def ending_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the ids that end a reply, for a model with these end-of-sequence ids."""
@@ -372,7 +373,27 @@ class SamplingParams:
         return tuple(dict.fromkeys((*self.stop_token_ids, *eos)))
 
 
-def _checked_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
+@functools.cache
+def _checks() -> tuple[tuple[str, Any, Limit, bool], ...]:
+    """Return name, default and limit of all fields, and whether it is a real number.
+
+    These are plain tuples, which are unpacked faster than named ones.
+    """
+    return tuple(
+        (one.name, () if one.default is tuple else one.default, one.limit, one.kind is float)
+        for one in options_of(SamplingParams)
+    )
+
+
+def _checked_strings(name: str, strings: Sequence[str], max_size: int, max_length: int) -> tuple[str, ...]:
+    _check_size(name, strings, max_size, "strings")
+    for string in strings:
+        _check_size(name, string, max_length, "characters in a string")
+    return tuple(strings)
+
+
+def _checked_ids(name: str, token_ids: Sequence[Any], max_size: int) -> tuple[int, ...]:
+    _check_size(name, token_ids, max_size, "ids")
     for i, token_id in enumerate(token_ids):
         if not _is_int(token_id, 0, _MAX_INT):
             raise InvalidRequestError(f"{name}[{i}]", token_id, f"an integer from 0 to {_MAX_INT}")

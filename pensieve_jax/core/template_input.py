@@ -21,12 +21,15 @@ class ReplyFormat:
       is_open: whether the prompt ends with the mark that begins reasoning.
       max_calls: number of calls behind which the reply ends; None for any number. With 0, what the model
         writes is content, and a mark before calls that is one token is not sampled.
+      has_form: whether the reply is held to a form from its content on, unless it is calls. Then marks within
+        the content are text.
     """
 
     calls: str = ""
     reasoning: str = ""
     is_open: bool = False
     max_calls: int | None = None
+    has_form: bool = False
 
 
 @dataclass(frozen=True, slots=True)

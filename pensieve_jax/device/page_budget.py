@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import jax
 
@@ -19,7 +20,8 @@ from pensieve_jax.device.transfers.copy_batches import max_padding
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.errors import in_a_line, is_out_of_memory, requested_bytes
 
-_MIN_PAGES = 2
+MIN_PAGES: Final = 2
+"""The fewest pages of an engine."""
 _OTHER_WAYS = "raise runner.tensor_parallel_size or XLA_PYTHON_CLIENT_MEM_FRACTION, JAX's share of the device"
 # Memory that a device uses beside arrays when there are several: buffers that peers write to, and those of
 # compilation, which autotunes products. An estimate; `pensieve_lab.programs.profile_parallel` measures it.
@@ -139,8 +141,8 @@ class PageBudget:
         """Return the error with the number of pages that would fit by the memory arithmetic."""
         reserved_bytes = 0 if self.fraction is None else self.reserved_bytes
         most = (limit_bytes - step_bytes - reserved_bytes - self._fixed_bytes) // self.page_bytes - 1
-        if most < _MIN_PAGES:
-            fits = f"{self._less}, and then not even {_MIN_PAGES} pages fit"
+        if most < MIN_PAGES:
+            fits = f"{self._less}, and then not even {MIN_PAGES} pages fit"
         elif self.fraction is not None:
             fits = f"lower, for at most {most:,} pages"
         else:
@@ -173,10 +175,10 @@ class PageBudget:
             f"{self._less}: {self._steps} {need} {left} did not have beside "
             f"{self.gpu_pages:,} pages ({_size(self._pages_bytes)})"
         )
-        return self._refusal(limit, f"{self._hint(_MIN_PAGES, of_steps=True)}; {in_a_line(error)}")
+        return self._refusal(limit, f"{self._hint(MIN_PAGES, of_steps=True)}; {in_a_line(error)}")
 
     def _hint(self, most: int, *, of_steps: bool) -> str:
-        names = ["it"] if most >= _MIN_PAGES else []
+        names = ["it"] if most >= MIN_PAGES else []
         names += ["scheduler.max_num_batched_tokens"] if of_steps else []
         return f"lower {' or '.join(names)}, or {_OTHER_WAYS}" if names else _OTHER_WAYS
 

@@ -19,14 +19,16 @@ from typing import Final, NamedTuple
 import jax.numpy as jnp
 
 from model_defs.config import ModelConfig
-from pensieve_jax.config import HOST_SHARE, MAX_NUM_RUNNING, CacheConfig, EngineConfig
+from pensieve_jax.config import MAX_NUM_RUNNING, CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
-from pensieve_jax.device.page_budget import reserved_bytes, staging_bytes
+from pensieve_jax.device.page_budget import MIN_PAGES, reserved_bytes, staging_bytes
 
 GPU_SHARE: Final = 0.9
 """Default of `cache.gpu_memory_fraction`."""
+GPU_HOST_SHARE: Final = 1 / 2
+"""Share of free host memory that the host tier takes for GPUs by default."""
 MAX_GPU_HOST_BYTES: Final = 64 * 2**30
 """The most host memory for each GPU by default; the driver pins some 3.5 GB/s, and the start waits for it."""
 CPU_SHARE: Final = 1 / 4
@@ -34,7 +36,6 @@ CPU_SHARE: Final = 1 / 4
 CPU_HOST_SHARE: Final = 1 / 8
 """Share of a CPU's memory that the host tier takes by default."""
 MAX_CPU_HOST_BYTES: Final = 2**30
-MIN_PAGES: Final = 2
 _CPU_TOKENS = 16_384  # a CPU clears pages at the start, so a small model does not get gigabytes of them
 _CPU_CONTEXTS = 4
 _MAX_TOKENS = 2**24  # of a tier: the host has some hundred bytes for each chunk
@@ -126,15 +127,15 @@ def default_host_bytes(config: EngineConfig, free_bytes: int | None, num_gpus: i
 
     Args:
       config: a configuration without `cache.cpu_pages` and `cache.cpu_bytes`.
-      free_bytes: free host memory; None if unknown.
+      free_bytes: free host memory of all engines on the machine; None if unknown.
       num_gpus: number of GPUs that share the model.
     """
-    share = config.cache.cpu_memory_fraction
+    share, free_bytes = config.cache.cpu_memory_fraction, _part_of_host(free_bytes, config)
     if free_bytes is None or (share is None and not config.wants_host_tier):
         return 0
     if share is not None:
         return int(share * free_bytes)
-    return min(int(HOST_SHARE * free_bytes), num_gpus * MAX_GPU_HOST_BYTES)
+    return min(int(GPU_HOST_SHARE * free_bytes), num_gpus * MAX_GPU_HOST_BYTES)
 
 
 def warn_of_short_context(config: EngineConfig, model: ModelConfig, log: logging.Logger) -> None:
@@ -176,7 +177,7 @@ def _with_host_tier(config: EngineConfig, machine: Machine, needs: _Needs) -> En
     if cache.cpu_pages is not None:
         return config
     if machine.is_cpu and cache.cpu_memory_fraction is None:
-        num_bytes = _default_cpu_host_bytes(machine) if config.wants_host_tier else 0
+        num_bytes = _default_cpu_host_bytes(config, machine) if config.wants_host_tier else 0
     else:
         num_bytes = default_host_bytes(config, machine.free_bytes, len(machine.devices))
         if not machine.is_cpu and machine.pinnable_bytes is not None and cache.cpu_memory_fraction is None:
@@ -187,11 +188,18 @@ def _with_host_tier(config: EngineConfig, machine: Machine, needs: _Needs) -> En
     return config.with_cpu_slots(min(num_slots, _MAX_TOKENS // cache.chunk_tokens))
 
 
-def _default_cpu_host_bytes(machine: Machine) -> int:
-    if machine.host_bytes is None or machine.free_bytes is None:
+def _part_of_host(num_bytes: int | None, config: EngineConfig) -> int | None:
+    """Return one engine's part of host memory; None if that is unknown."""
+    return None if num_bytes is None else num_bytes // config.cache.engines_on_host
+
+
+def _default_cpu_host_bytes(config: EngineConfig, machine: Machine) -> int:
+    host_bytes = _part_of_host(machine.host_bytes, config)
+    free_bytes = _part_of_host(machine.free_bytes, config)
+    if host_bytes is None or free_bytes is None:
         return 0
-    most = int(machine.free_bytes * _CPU_FREE_SHARE / 2)
-    return min(int(machine.host_bytes * CPU_HOST_SHARE), most, MAX_CPU_HOST_BYTES)
+    most = int(free_bytes * _CPU_FREE_SHARE / 2)
+    return min(int(host_bytes * CPU_HOST_SHARE), most, MAX_CPU_HOST_BYTES)
 
 
 def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
@@ -201,15 +209,18 @@ def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs
     chunk_tokens, all_bytes = config.cache.chunk_tokens, needs.page_bytes * len(machine.devices)
     num_tokens = max(_CPU_TOKENS, _CPU_CONTEXTS * model.max_position_embeddings)
     num_pages = -(-min(num_tokens, _MAX_TOKENS) // chunk_tokens)
-    if machine.host_bytes is not None:
-        num_pages = min(num_pages, int(machine.host_bytes * CPU_SHARE) // all_bytes)
-    if machine.free_bytes is not None:
-        num_pages = min(num_pages, int(machine.free_bytes * _CPU_FREE_SHARE) // all_bytes)
+    host_bytes = _part_of_host(machine.host_bytes, config)
+    free_bytes = _part_of_host(machine.free_bytes, config)
+    if host_bytes is not None:
+        num_pages = min(num_pages, int(host_bytes * CPU_SHARE) // all_bytes)
+    if free_bytes is not None:
+        num_pages = min(num_pages, int(free_bytes * _CPU_FREE_SHARE) // all_bytes)
     if num_pages < MIN_PAGES:
+        num_engines = config.cache.engines_on_host
         limit = (
             f"a number: {_number(machine.host_bytes)} bytes of memory, {_number(machine.free_bytes)} of them "
             f"free, hold not even {MIN_PAGES} pages of {all_bytes:,} bytes in a quarter of the memory and "
-            "half of what is free"
+            f"half of what is free{f', for each of {num_engines} engines' if num_engines > 1 else ''}"
         )
         raise ConfigError("cache.gpu_pages", None, limit, "free memory, or choose a smaller model")
     return _floor_power(num_pages)

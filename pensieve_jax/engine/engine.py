@@ -10,8 +10,9 @@ Called by `LLM`, streams and the server's engine process, always from one thread
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from pensieve_jax.cache import CacheManager, CostModel, DropReason
 from pensieve_jax.config import EngineConfig
@@ -64,6 +65,9 @@ from pensieve_jax.scheduler import (
 )
 from pensieve_jax.text import Message, Tokenizer
 from pensieve_jax.text.grammar import Grammar, Grammars
+
+type _Accepted = tuple[Request, int, int]
+"""A request, and the first and the end of its rows of a step whose ids count."""
 
 
 class _LaunchedStep(NamedTuple):
@@ -510,52 +514,55 @@ class Engine:
         self._late_rows.accept(step.sampling, result.token_ids, result.logprobs, step.discarded)
         return result
 
-    def _accept(self, step: _LaunchedStep, result: StepResult) -> list[tuple[Request, range]]:
-        """Give a step's ids to their requests; returns the sampled rows of each that count.
+    def _accept(self, step: _LaunchedStep, result: StepResult) -> list[_Accepted]:
+        """Give a step's ids to their requests; returns which of its rows count.
 
         Of a draft, the ids count up to the first that differs from it. Each is what the step before would
         have sampled, as its row has seen the same tokens.
         """
-        token_ids, scheduler, drafter = result.token_ids.tolist(), self._loop.scheduler, self._drafter
-        accepted: list[tuple[Request, range]] = []
+        token_ids, drafter, replies = result.token_ids.tolist(), self._drafter, self._ledger.replies
+        passed = {*step.discarded, *self._ledger.complete}
+        accepted: list[_Accepted] = []
         end = 0
         for request, _, position, _, draft in step.grants:
             row, end = end, end + 1 + len(draft)
-            if (
-                request not in self._ledger.replies
-                or request in step.discarded
-                or self._ledger.is_complete(request)
-            ):
+            if request in passed or request not in replies:
                 continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
-            num_held = num_equal(draft, token_ids[row:end]) if draft else 0
-            rows = range(row, row + num_held + 1)
-            position -= len(draft)
-            scheduler.accept(request, position, token_ids[row : rows.stop])
+            stop = row + 1
             if draft:
-                self._stats.num_accepted_draft_tokens += num_held
+                stop += num_equal(draft, token_ids[row:end])
+                position -= len(draft)
+                self._loop.scheduler.accept(request, position, token_ids[row:stop])
+                self._stats.num_accepted_draft_tokens += stop - row - 1
+            else:
+                assert request.token_ids[position] == PENDING_TOKEN, f"{position} was sampled twice"
+                request.token_ids[position] = token_ids[row]
             if drafter is not None:
-                drafter.accept(request, position, token_ids[row : rows.stop])
-            accepted.append((request, rows))
+                drafter.accept(request, position, token_ids[row:stop])
+            accepted.append((request, row, stop))
         return accepted
 
-    def _finish(
-        self, step: _LaunchedStep, result: StepResult, accepted: Sequence[tuple[Request, range]]
-    ) -> list[Turn]:
+    def _finish(self, step: _LaunchedStep, result: StepResult, accepted: Sequence[_Accepted]) -> list[Turn]:
         """Give a step's ids to their turns, and commit the turns that end with them."""
         endings: list[tuple[ReplyState, FinishReason]] = []
         broken = self._accept_prompts(step, result)
         token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
-        touched, top_ids, top_logprobs = self._ledger.touched, result.top_ids, result.top_logprobs
-        for request, rows in accepted:
-            reply = self._ledger.replies[request]
+        are_finite = np.isfinite(result.logprobs).tolist()
+        replies, touched = self._ledger.replies, self._ledger.touched
+        for request, first, stop in accepted:
+            reply = replies[request]
             if reply in broken:
                 continue
             touched[request] = None
-            for row in rows:
-                if not isfinite(logprobs[row]):
+            for row in range(first, stop):
+                if not are_finite[row]:
                     broken.append(reply)
                     break
-                reason = reply.accept(token_ids[row], logprobs[row], top_ids[row], top_logprobs[row])
+                if reply.logprobs is None:  # as most: a view of a row takes longer than the rest
+                    reason = reply.accept(token_ids[row], logprobs[row])
+                else:
+                    top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
+                    reason = reply.accept(token_ids[row], logprobs[row], top_ids, top_logprobs)
                 if reason is not None:
                     endings.append((reply, reason))
                     break
@@ -599,7 +606,7 @@ class Engine:
             reply
             for reply in replies
             if (reply.request.status is not RequestStatus.WAITING or reply.lacks_scores)
-            and not self._ledger.is_complete(reply.request)
+            and reply.request not in self._ledger.complete
         ]
         turns = self._ledger.lose(ran, error)
         for request in self._ledger.replies:

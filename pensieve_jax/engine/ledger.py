@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, KeysView, Sequence
 from typing import Any, Final
 
 from pensieve_jax.core.clock import Clock
@@ -129,9 +129,10 @@ class TurnLedger:
             if turn() is None:
                 self.cancel(self.replies[request])
 
-    def is_complete(self, request: Request) -> bool:
-        """Whether a turn in progress has its whole reply and waits to be written."""
-        return request in self._unwritten
+    @property
+    def complete(self) -> KeysView[Request]:
+        """Requests of turns in progress that have their whole reply and wait to be written."""
+        return self._unwritten.keys()
 
     def commit(self, endings: Sequence[Ending]) -> list[Turn]:
         """Write the turns that end in a step in one transaction, finish them, and return the finished ones.

@@ -20,7 +20,7 @@ from pensieve_jax.core.outputs import Usage
 from pensieve_jax.core.sampling_params import SamplingParams
 from pensieve_jax.engine.stats import EngineStats
 from pensieve_jax.engine.transfers import Transfers
-from pensieve_jax.scheduler import Draft, Request, Scheduler, SchedulerOutput
+from pensieve_jax.scheduler import Draft, Request, Scheduler, SchedulerOutput, make_prompt_order
 
 _MIN_KNOWN_TO_SWEEP = 64
 type Observe = Callable[[SchedulerOutput], None]
@@ -57,8 +57,8 @@ class EngineLoop[Step]:
 
         Args:
           config: configuration in which `cache.cpu_bytes` has been converted to pages.
-          cost_model: costs of recomputing chunks.
-          clock: clock that dates activity.
+          cost_model: costs of recomputing chunks, and of prompts.
+          clock: clock that dates activity and arrivals.
           transfers: performs the copies that the cache begins.
           stats: counters to update.
           max_num_copies: limit of copies ahead of need in flight, per direction.
@@ -76,7 +76,8 @@ class EngineLoop[Step]:
             on_move=on_move,
             learned_state=learned_state,
         )
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        order = make_prompt_order(config.scheduler, config.cache.chunk_tokens, cost_model, clock)
+        self.scheduler = Scheduler(config.scheduler, self.cache, order)
         self.in_flight: Step | None = None
         self._transfers = transfers
         self._stats = stats

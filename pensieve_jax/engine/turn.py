@@ -138,13 +138,13 @@ def take_deltas(turns: Iterable[Turn]) -> Deltas:
         num_new = len(token_ids) - start
         if not num_new:
             continue
-        first_piece = turn._num_pieces
-        texts.append(pieces[-1] if len(pieces) == first_piece + 1 else "".join(pieces[first_piece:]))
+        first_piece, num_pieces = turn._num_pieces, len(pieces)
+        texts.append(pieces[-1] if num_pieces == first_piece + 1 else "".join(pieces[first_piece:]))
         ids.append(token_ids[-1] if num_new == 1 else token_ids[start:])
         said.append(turn)
         if reply.logprobs is not None:
             logprobs[turn] = reply.logprobs[start:]
-        turn._num_ids, turn._num_pieces = start + num_new, len(pieces)
+        turn._num_ids, turn._num_pieces = start + num_new, num_pieces
     return deltas
 
 

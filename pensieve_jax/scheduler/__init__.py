@@ -11,6 +11,7 @@ from pensieve_jax.scheduler.buckets import (
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
 from pensieve_jax.scheduler.plan import PlanLayout, StepPlan
 from pensieve_jax.scheduler.planner import Planner
+from pensieve_jax.scheduler.prompt_order import PromptOrder, make_prompt_order
 from pensieve_jax.scheduler.request import Request, RequestStatus
 from pensieve_jax.scheduler.scheduler import Draft, Scheduler
 
@@ -19,6 +20,7 @@ __all__ = [
     "Grant",
     "PlanLayout",
     "Planner",
+    "PromptOrder",
     "Request",
     "RequestStatus",
     "Scheduler",
@@ -28,6 +30,7 @@ __all__ = [
     "bucket_for",
     "bucket_layout",
     "bucket_rows",
+    "make_prompt_order",
     "scoring_bucket",
     "token_buckets",
 ]

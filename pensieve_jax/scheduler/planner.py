@@ -90,15 +90,17 @@ class Planner:
         Reads each request's `sample_row`, which must be that of the last dispatched step, and updates it for
         the rows that sample. Also updates `scored_end` of the requests whose prompt tokens it scores.
         """
-        is_scoring = any(grant.request.is_scoring for grant in output.grants)
-        bucket = self._scoring_bucket if is_scoring else bucket_for(self._buckets, output.num_tokens)
+        rows = _Rows(*zip(*output.grants, strict=True))
+        scoring = [row for row, request in enumerate(rows.requests) if request.is_scoring]
+        bucket = self._scoring_bucket if scoring else bucket_for(self._buckets, output.num_tokens)
         layout = self._layouts[bucket]
         plan = StepPlan(layout, self._num_plans, self._padding_slot)
         self._num_plans += 1
-        rows = _Rows(*zip(*output.grants, strict=True))
         self._fill_rows(plan, rows, output.num_tokens)
         self._fill_samples(plan, rows)
-        self._fill_prompt_rows(plan, rows)
+        self.scored = ()
+        if scoring:
+            self._fill_prompt_rows(plan, rows, scoring)
         self._fill_tiles(plan)
         return plan
 
@@ -136,13 +138,12 @@ class Planner:
         ids[pending] = 0
         plan.token_ids[:num_tokens] = ids
 
-    def _fill_prompt_rows(self, plan: StepPlan, rows: _Rows) -> None:
+    def _fill_prompt_rows(self, plan: StepPlan, rows: _Rows, scoring: list[int]) -> None:
         tokens: list[range] = []
         targets: list[list[int]] = []
         scored: list[tuple[Request, int]] = []
-        for row, (request, start, end, _, _) in enumerate(zip(*rows, strict=True)):
-            if not request.is_scoring:
-                continue
+        for row in scoring:
+            request, start, end = rows.requests[row], rows.starts[row], rows.ends[row]
             positions = request.take_scored(start, end)
             if not positions:
                 continue

@@ -38,7 +38,9 @@ class Request:
     """One turn of one conversation.
 
     Attributes:
-      request_id: its arrival number; requests are served in this order.
+      request_id: its arrival number; requests are admitted in this order.
+      arrival_s: time of its arrival; set by an order of prompts that needs it.
+      decoding_since: time from which its later tokens count, and its length then; set if steps have a target.
       seed: 64-bit seed of the turn's samples.
       sampling: `params` and `seed`, packed for a plan by `pack_sampling`.
       bias: biases of `params`, by `bias_words`; None without any.
@@ -51,6 +53,8 @@ class Request:
       max_total_tokens: length at which the turn ends with "length".
       scored_end: prompt tokens before this position need no more log-probabilities: dispatched steps compute
         them, or they were not requested.
+      is_scoring: whether prompt tokens still need a step that computes their log-probabilities; `scored_end`
+        is before `num_prompt_end`. It is stored, since every row of every step is asked.
       holes: token intervals of the history to recompute, ascending.
       is_decoding: whether it sampled a token and was not suspended since. If so, it misses only its last
         token and waits for no copy.
@@ -65,11 +69,14 @@ class Request:
         "_swapped_in_tokens",
         "_uncomputed",
         "_was_admitted",
+        "arrival_s",
         "bias",
         "conversation",
+        "decoding_since",
         "ending_ids",
         "holes",
         "is_decoding",
+        "is_scoring",
         "max_total_tokens",
         "num_history_tokens",
         "num_prompt_end",
@@ -102,6 +109,8 @@ class Request:
     ) -> None:
         """Start waiting; the conversation's `token_ids` must already end with the prompt."""
         self.request_id = request_id
+        self.arrival_s = 0.0
+        self.decoding_since = (0.0, 0)
         self.conversation = conversation
         self.sequence = sequence
         self.params = params
@@ -120,6 +129,7 @@ class Request:
         self.max_total_tokens = min(self.num_prompt_end + max(params.max_tokens, 1), max_context_tokens)
         is_scored = params.prompt_logprobs is not None
         self.scored_end = max(self.num_history_tokens, 1) if is_scored else self.num_prompt_end
+        self.is_scoring = self.scored_end < self.num_prompt_end
         self.status = RequestStatus.WAITING
         self.holes: Intervals = []
         self.is_decoding = False
@@ -134,11 +144,6 @@ class Request:
         self._num_kv_before = 0
         self._uncomputed: Intervals = []  # tokens missing at its first admission and not computed since
         self._holes_before: Intervals = []  # holes at its last suspension
-
-    @property
-    def is_scoring(self) -> bool:
-        """Whether prompt tokens still need a step that computes their log-probabilities."""
-        return self.scored_end < self.num_prompt_end
 
     @property
     def num_output_tokens(self) -> int:
@@ -214,6 +219,7 @@ class Request:
             return range(0)
         assert first == self.scored_end - 1, "a position was computed without its score"
         self.scored_end = last + 1
+        self.is_scoring = self.scored_end < self.num_prompt_end
         return range(first, last)
 
     def skip_filled(self, chunk_tokens: int) -> None:

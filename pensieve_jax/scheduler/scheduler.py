@@ -7,7 +7,9 @@ Does not know: the device, text, or the layout of a step (`planner`).
 Called by the engine loop.
 
 Rules:
-- Arrival is priority: tokens are granted by arrival, after one decode token per running request is set aside.
+- Each running request gets a decode token first. The order of prompts (`prompt_order`) says who gets the
+  other tokens of a step, and how many these are.
+- Admission and suspension go by arrival.
 - A waiting request has *room* if the pool holds its pages beside those of the running requests that arrived
   before it, those that earlier waiting requests still have, and the reserve. The reserve is waived if no
   earlier request runs.
@@ -15,8 +17,8 @@ Rules:
   latest first. Their other pages count as its reserve.
 - A request without room is passed: the next ones join if they have room. A step looks at the first
   `MAX_PASSED + 1` waiting requests.
-- A request that has room but waits is not passed. It waits for a place in the batch, for tokens or rows of
-  the step, or for copies in flight.
+- A request that has room but waits is not passed. It waits for a place in the batch, until the order of
+  prompts lets one more join, or for copies in flight.
 - So a request is passed only while earlier arrivals leave no room for it. Every request joins in the step in
   which it would join if nothing had arrived after it. What remains is one decode token per step for each
   later request that runs, and the end of copies in flight. The oldest request always has room, so none
@@ -26,7 +28,8 @@ Rules:
 - A grant inside recomputed history ends on a chunk boundary, so that only the tail chunk is ever partly
   valid.
 - Tokens behind a chunk that is being copied in are not granted before the copy is complete.
-- In every step the oldest request advances or waits for a copy.
+- In every step the first prompt of the order advances or waits for a copy, and so does the oldest request if
+  it waits to be admitted. An order bounds who goes before a prompt, so every prompt becomes the first.
 - A decode may carry a draft: tokens that may follow, which the step checks. It takes pages that are free or
   idle, and the draft is shorter where it gets none. Only tokens that hold count, so nothing else ever sees
   the others. No step drafts beside prompts, or while requests wait.
@@ -37,31 +40,40 @@ Rules:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Final
 
 from pensieve_jax.cache import CachedSequence, CacheManager
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN
-from pensieve_jax.scheduler.buckets import scoring_bucket, step_limit, token_buckets
+from pensieve_jax.scheduler.buckets import scoring_bucket, token_buckets
 from pensieve_jax.scheduler.output import Grant, SchedulerOutput
+from pensieve_jax.scheduler.prompt_order import PromptOrder
 from pensieve_jax.scheduler.request import Request, RequestStatus
 
 MAX_PASSED: Final = 128
 """The most waiting requests that another one passes. It limits the host time of a step: 1 us for each."""
 _arrival = attrgetter("request_id")
+_arrival_of_grant = attrgetter("request.request_id")
 type Draft = Callable[[Request, int], Sequence[int]]
 """Returns tokens that may follow those of a request, at most so many. All its ids are known."""
 
 
 class _Step:
-    """The step being filled: its grants, and the tokens and rows left beside the decodes."""
+    """The step being filled: its grants, and the tokens and rows left beside the decodes.
 
-    __slots__ = ("grants", "num_rows_left", "num_tokens_left")
+    Attributes:
+      first: the first prompt of the order, if the step considered any.
+      served: prompts with a grant.
+    """
+
+    __slots__ = ("first", "grants", "num_rows_left", "num_tokens_left", "served")
 
     def __init__(self, num_tokens: int, num_rows: int) -> None:
+        self.first: Request | None = None
         self.grants: list[Grant] = []
+        self.served: set[Request] = set()
         self.num_tokens_left = num_tokens
         self.num_rows_left = num_rows
 
@@ -74,20 +86,21 @@ class Scheduler:
       waiting: new and suspended requests, by arrival.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, order: PromptOrder) -> None:
         """Start without requests; every `schedule` changes `cache`."""
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._config = config
         self._cache = cache
-        self._buckets = token_buckets(config)
+        self._order = order
         self._scoring_bucket = scoring_bucket(config, cache.chunk_tokens)
         self._max_num_rows = config.row_limit
-        self._max_num_samples = min(config.sample_limit, self._buckets[-1])
+        self._max_num_samples = min(config.sample_limit, token_buckets(config)[-1])
 
     def add(self, request: Request) -> None:
         """Queue a request; from now on only earlier arrivals may evict its conversation's chunks."""
         self._cache.enqueue(request.sequence, request.request_id)
+        self._order.on_arrival(request)
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -176,13 +189,28 @@ class Scheduler:
         )
 
     def _check_liveness(self, step: _Step) -> None:
+        """Assert that neither the oldest request nor the first prompt of the order is stuck."""
         oldest = min((*self.running[:1], *self.waiting[:1]), key=_arrival, default=None)
-        if oldest is None or (step.grants and step.grants[0].request is oldest):
+        if oldest is None:
             return
-        is_running = oldest.status is RequestStatus.RUNNING
-        if step.grants and not self._config.unified and is_running and _is_decode(oldest):
-            return  # paused until the requests that joined have computed their missing tokens
-        assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
+        has_grant = bool(step.grants) and step.grants[0].request is oldest
+        if not has_grant and not self._may_pause(oldest, step):
+            assert self._cache.blocking_copies(oldest.sequence), "the oldest request is stuck"
+        first = step.first
+        if first is not None and first not in step.served:
+            assert self._cache.blocking_copies(first.sequence), "the first prompt is stuck"
+
+    def _may_pause(self, oldest: Request, step: _Step) -> bool:
+        """Return whether this step may pass over the oldest request, which then waits for no copy.
+
+        A prompt pauses for prompts before it in the order. A decode pauses for all prompts if batches are not
+        unified.
+        """
+        if oldest.status is RequestStatus.WAITING:
+            return False
+        if _is_decode(oldest):
+            return bool(step.grants) and not self._config.unified
+        return self._order.arrange((oldest, *step.served))[0] is not oldest
 
     def _retire_exhausted(self) -> None:
         """Unpin requests whose last token was granted, so that a stop by length launches no extra step."""
@@ -208,8 +236,8 @@ class Scheduler:
     def _suspend_latest(self) -> Request:
         request = self.running.pop()
         request.status = RequestStatus.WAITING
-        # No `skip_filled` is needed: the last step skipped filled holes, and later requests cannot fill a
-        # hole of a shared prefix for which this one had no tokens left.
+        # No `skip_filled` is needed: the last step skipped filled holes, and requests after this one in the
+        # order cannot fill a hole of a shared prefix for which this one had no tokens left.
         request.on_suspended()
         self._cache.suspend(request.sequence)
         bisect.insort(self.waiting, request, key=_arrival)
@@ -239,23 +267,28 @@ class Scheduler:
 
         Each must be admitted before the next is asked for. Without one, the next step admits none.
         """
+        if not self.waiting:
+            return
         chunk_tokens, unified = self._cache.chunk_tokens, self._config.unified
         pages = self._cache.earlier_pages()
-        num_earlier = num_tokens = num_rows = 0
+        num_earlier = num_prompts = num_tokens = num_rows = 0
         for request in self.waiting[: MAX_PASSED + 1]:
             if num_earlier < len(self.running):
                 first = num_earlier
                 num_earlier = bisect.bisect(self.running, request.request_id, first, key=_arrival)
                 if num_earlier >= self._config.running_limit:
                     return
-                for earlier in self.running[first:num_earlier]:
-                    pages.add_running(earlier.sequence)
-                    if not (earlier.is_decoding or _is_decode(earlier)):
-                        more_tokens, more_rows = earlier.num_missing(chunk_tokens)
-                        num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
-                    elif unified:
-                        num_tokens, num_rows = num_tokens + 1, num_rows + 1
-            if num_tokens >= self._buckets[-1] or num_rows >= self._max_num_rows:
+                earlier = self.running[first:num_earlier]
+                pages.add_running(*[one.sequence for one in earlier])
+                others = _non_decodes(earlier)
+                num_prompts += len(others)
+                if unified:
+                    num_tokens += len(earlier) - len(others)
+                    num_rows += len(earlier) - len(others)
+                for one in others:
+                    more_tokens, more_rows = one.num_missing(chunk_tokens)
+                    num_tokens, num_rows = num_tokens + more_tokens, num_rows + more_rows
+            if self._order.is_enough(num_prompts, num_tokens, num_rows):
                 return
             if pages.leave_room(request.sequence, len(request.token_ids)):
                 yield request, num_earlier
@@ -278,25 +311,22 @@ class Scheduler:
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         request.on_admitted(self._cache.chunk_tokens)
+        self._order.on_decoding(request)  # a resumed one may miss its last token only
         self.running.insert(num_earlier, request)
         return True
 
-    def _non_decodes(self) -> list[Request]:
-        """Return the running requests that are not decodes."""
-        return [request for request in self.running if not (request.is_decoding or _is_decode(request))]
-
     def _grant_running(self, draft: Draft | None, *, with_decodes: bool) -> _Step:
-        """Fill a step with the missing tokens of running requests, by arrival."""
-        others = dict.fromkeys(self._non_decodes())
+        """Fill a step: a token for each decode, and what is left for the others, in their order."""
+        others = dict.fromkeys(_non_decodes(self.running))
         num_decodes = len(self.running) - len(others) if with_decodes else 0
-        step = self._begin_step(num_decodes, others)
+        prompts = self._order.arrange(tuple(others))
+        step = self._begin_step(num_decodes, prompts)
         grants = step.grants
+        self._grant_prompts(step, prompts)
         num_drafts_left = self._max_num_samples - num_decodes if not (others or self.waiting) else 0
         decoding: list[CachedSequence] = []
-        for request in self.running:
-            if request in others:
-                self._grant_missing(step, request)
-            elif with_decodes:
+        for request in self.running if num_decodes else ():
+            if request not in others:
                 end = len(request.token_ids)
                 drafted: tuple[int, ...] = ()
                 if draft is not None and num_drafts_left > 0:
@@ -306,6 +336,8 @@ class Scheduler:
                 decoding.append(request.sequence)
                 self._await_token(request)
         self._cache.fill_next(decoding)
+        if others:
+            grants.sort(key=_arrival_of_grant)  # rows stand by arrival in every order
         return step
 
     def _drafted(self, draft: Draft, request: Request, limit: int) -> tuple[int, ...]:
@@ -319,28 +351,28 @@ class Scheduler:
         self._cache.grow(sequence, num_tokens + len(drafted), latest_arrival=self.running[-1].request_id)
         return tuple(drafted[: len(sequence.chunks) * self._cache.chunk_tokens - num_tokens])
 
-    def _begin_step(self, num_decodes: int, others: Collection[Request]) -> _Step:
-        """Make an empty step, with tokens and rows set aside for decodes."""
-        chunk_tokens = self._cache.chunk_tokens
-        if any(request.is_scoring for request in others):
+    def _begin_step(self, num_decodes: int, prompts: Sequence[Request]) -> _Step:
+        """Make an empty step for prompts in their order, with tokens and rows set aside for decodes."""
+        if any(request.is_scoring for request in prompts):
             return _Step(self._scoring_bucket - num_decodes, self._max_num_rows - num_decodes)
-        limit = step_limit(
-            self._buckets,
-            num_decodes,
-            sum(request.num_missing(chunk_tokens)[0] for request in others),
-            chunk_tokens=chunk_tokens,
-            prompt_steps=self._config.prompt_steps,
-        )
+        limit = self._order.step_limit(num_decodes, prompts, running=self.running, waiting=self.waiting)
         return _Step(limit - num_decodes, self._max_num_rows - num_decodes)
 
     def _expedite(self) -> tuple[tuple[int, ...], _Step]:
-        """Fill a step that waits for the oldest request's copies, when no request can compute."""
-        expedited = self._cache.expedite(self.running[0].sequence) if self.running else ()
-        oldest = self.running[:1] if expedited else []
-        step = self._begin_step(0, oldest)
-        for request in oldest:
-            self._grant_missing(step, request)
+        """Fill a step that waits for the copies of the first prompt, when no request can compute."""
+        prompts = self._order.arrange(self.running)[:1]
+        expedited = self._cache.expedite(prompts[0].sequence) if prompts else ()
+        if not expedited:
+            prompts = ()
+        step = self._begin_step(0, prompts)
+        self._grant_prompts(step, prompts)
         return expedited, step
+
+    def _grant_prompts(self, step: _Step, prompts: Sequence[Request]) -> None:
+        """Grant the missing tokens of prompts in this order."""
+        step.first = prompts[0] if prompts else None
+        for request in prompts:
+            self._grant_missing(step, request)
 
     def _grant_missing(self, step: _Step, request: Request) -> None:
         """Grant a request's missing tokens as far as the step's remaining tokens and rows allow."""
@@ -368,10 +400,12 @@ class Scheduler:
     def _grant(self, step: _Step, request: Request, start: int, end: int) -> None:
         samples = end == len(request.token_ids)
         step.grants.append(Grant(request, start, end, samples))
+        step.served.add(request)
         step.num_tokens_left -= end - start
         step.num_rows_left -= 1
         self._cache.fill(request.sequence, start, end)
         if samples:
+            self._order.on_decoding(request)
             self._await_token(request)
 
     @staticmethod
@@ -379,6 +413,11 @@ class Scheduler:
         """Append a placeholder for the token being sampled, the only one that the request now misses."""
         request.token_ids.append(PENDING_TOKEN)
         request.is_decoding = True
+
+
+def _non_decodes(requests: Iterable[Request]) -> list[Request]:
+    """Return the running requests that are not decodes."""
+    return [request for request in requests if not (request.is_decoding or _is_decode(request))]
 
 
 def _is_decode(request: Request) -> bool:

@@ -13,11 +13,16 @@ import re
 from collections.abc import Collection
 from typing import Any, Final
 
-from pensieve_jax.text.argument_schemas import TYPE_NAMES, Choices, argument_form, key_of, types_of
+from pensieve_jax.text.argument_schemas import TYPE_NAMES, Choices, Text, argument_form, key_of, types_of
 from pensieve_jax.text.call_arguments import check_depth
 from pensieve_jax.text.partial_json import SPACE
 
-_CLOSING_TAG: Final = "</parameter>"
+CLOSING_TAG: Final = "</parameter>"
+"""Text behind an argument that stands between tags."""
+_STRING_OR_TAG: Final = re.compile(f'"|{CLOSING_TAG}')
+_END_IN_STRING: Final = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
+_LONGEST_PART: Final = len(CLOSING_TAG) - 1
+"""Characters at the end of a text that may be the beginning of a tag, or of an escape."""
 
 
 def argument_of(text: str, schema: Any, root: Any = None) -> str:
@@ -53,11 +58,56 @@ def chosen(text: str, choices: Choices) -> tuple[Any, ...]:
 def written_choice(value: Any, choices: Choices) -> str | None:
     """Return the text between tags that is read as one of some values; None if no text is."""
     texts = [value] if isinstance(value, str) else []
-    for text in (*texts, json.dumps(value, ensure_ascii=False)):
+    written = json.dumps(value, ensure_ascii=False)
+    for text in (*texts, written, written.replace("</", "<\\/")):
         found = chosen(text, choices)
-        if _CLOSING_TAG not in text and found and key_of(found[0]) == key_of(value):
+        if CLOSING_TAG not in text and found and key_of(found[0]) == key_of(value):
             return text
     return None
+
+
+class ClosingTag:
+    """Search for the tag behind an argument in text that arrives in pieces; it reads each once.
+
+    An argument that its schema does not let be a plain text is written as JSON, and tags within its strings
+    are text. If a string has a line break, the argument is not JSON: it ends at its first tag.
+    """
+
+    def __init__(self, schema: Any, root: Any) -> None:
+        """Search behind an argument of this schema; see `argument_of` for both."""
+        self._may_be_json = not isinstance(argument_form(schema, root), Text)
+        self._at: int | None = None
+        self._in_string = False
+
+    def find(self, text: str, begin: int) -> int | None:
+        """Return where the tag begins; None before the end of the argument.
+
+        The argument begins at `begin`. Each further call has the same text with more behind it.
+        """
+        if self._at is None:
+            first = text[begin:].lstrip(SPACE)[:1]
+            if self._may_be_json and not first:
+                return None
+            self._may_be_json &= first in '{["'
+            self._at = begin
+        while self._may_be_json:
+            pattern = _END_IN_STRING if self._in_string else _STRING_OR_TAG
+            found = pattern.search(text, self._at)
+            if found is None:
+                break
+            if found[0] == CLOSING_TAG:
+                return found.start()
+            if found[0] < " ":
+                self._may_be_json, self._at = False, begin
+            else:
+                self._in_string ^= found[0] == '"'
+                self._at = found.end()
+        else:
+            at = text.find(CLOSING_TAG, self._at)
+            if at >= 0:
+                return at
+        self._at = max(self._at, len(text) - _LONGEST_PART)
+        return None
 
 
 def _value_of(text: str, types: Collection[str]) -> Any:

@@ -150,6 +150,8 @@ class ChatFormat:
             wanted = self._tokenizer.encode_after(token_ids[start - 1], text, token_limit=token_limit)
         else:
             wanted = self._tokenizer.encode(text, add_bos=False, token_limit=token_limit)
+        if start == len(token_ids):
+            return TurnPrompt(start, wanted)
         # An id before both shows how the first ones are spelled within a text. A step must compute at least
         # the last token, to sample the next one.
         before = list(token_ids[max(start - 1, 0) : start])

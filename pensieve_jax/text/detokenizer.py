@@ -56,6 +56,7 @@ class IncrementalDetokenizer:
         self.stop_string: str | None = None
         self._includes_stop = includes_stop
         self._tokenizer = tokenizer
+        self._joins_byte_runs = tokenizer.joins_byte_runs
         self._hidden_ids = tokenizer.special_ids
         if shown:
             self._hidden_ids -= tokenizer.control_ids(shown)
@@ -83,14 +84,14 @@ class IncrementalDetokenizer:
             return ""
         if token_id in self._hidden_ids:
             return self._push_control(token_id, may_stop=may_stop) if self._written_stop else ""
-        if self._tokenizer.token_text(token_id) is None:
+        tokenizer, window = self._tokenizer, self._window
+        if tokenizer.token_text(token_id) is None:
             return ""  # outside the vocabulary; in a window it would stand for text that does not exist
-        window = self._window
         window.append(token_id)
-        byte = self._tokenizer.byte_of(token_id)
+        byte = tokenizer.byte_of(token_id) if self._joins_byte_runs else None
         if byte is not None and byte not in self._last_bytes and (may_stop or not self._stop):
             return ""  # a run may be as long as the reply: decode it when it or a stop string may end
-        decoded = self._tokenizer.decode_window(window)
+        decoded = tokenizer.decode_window(window)
         fresh = decoded[len(self._prefix_text) :]
         # Not final yet, but it becomes final if the turn ends here, as it does if it completes a stop string.
         if byte is not None or decoded.endswith(_REPLACEMENT):
@@ -102,12 +103,12 @@ class IncrementalDetokenizer:
             return ""
         # The ids of this text become the next prefix, unless their text is empty and so cannot be a prefix.
         newest = window[self._num_prefix :]
-        newest_text = self._tokenizer.decode_window(newest)
+        newest_text = tokenizer.text_alone(token_id) if len(newest) == 1 else tokenizer.decode_window(newest)
         if newest_text:
             self._window, self._num_prefix, self._prefix_text = newest, len(newest), newest_text
         else:
             self._num_prefix, self._prefix_text = len(window), decoded
-        return self._release(fresh, may_stop=may_stop)
+        return self._release(fresh, may_stop=may_stop) if self._stop else fresh
 
     def flush(self, *, may_stop: bool = True) -> str:
         """Return the rest at the turn's end, incomplete characters as U+FFFD; `may_stop` as last pushed."""

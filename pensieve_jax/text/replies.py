@@ -22,10 +22,10 @@ from pensieve_jax.text.messages import Message, message_call
 from pensieve_jax.text.reply_events import parsed_reply
 from pensieve_jax.text.reply_parser import ReplyParser
 from pensieve_jax.text.tokenizer import Tokenizer
-from pensieve_jax.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
+from pensieve_jax.text.tool_formats import END_OF_MESSAGE, REASONING_FORMATS, TOOL_FORMATS, ToolFormat
 
-_HARMONY_MARK: Final = re.compile(r"<\|channel\|>analysis|<\|message\|>|<\|end\|>|<\|call\|>")
-"""Where a message of gpt-oss's reasoning begins, where its text begins, and where it ends."""
+_BEGIN_OF_TEXT: Final = "<|message|>"
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class ReplyParts(NamedTuple):
@@ -126,7 +126,8 @@ def num_reasoning_tokens(pieces: Iterable[str], template: TemplateInput) -> int:
     if not template.reply.reasoning:
         return 0
     pieces, prefill = list(pieces), template.prefill or ""
-    spans = deque(_reasoning_spans(prefill + "".join(pieces), template.reply))
+    is_header = template.prefill is None or template.reply.reasoning != "harmony"
+    spans = deque(_reasoning_spans(prefill + "".join(pieces), template.reply) if is_header else ())
     num_tokens, begin = 0, len(prefill)
     for piece in pieces:
         while spans and spans[0][1] <= begin:
@@ -149,19 +150,23 @@ def _reasoning_spans(text: str, reply: ReplyFormat) -> list[tuple[int, int]]:
 
 
 def _analysis_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where messages of reasoning begin and end in a reply of gpt-oss, in one pass."""
-    begin, has_text = None, False
-    for found in _HARMONY_MARK.finditer(text):
-        mark = found[0]
-        if begin is None:
-            begin = found.start() if mark == "<|channel|>analysis" else None
-        elif not has_text:
-            has_text = mark == "<|message|>"
-        elif mark in ("<|end|>", "<|call|>"):
-            yield begin, found.end() if mark == "<|end|>" else found.start()
-            begin, has_text = None, False
-    if begin is not None and has_text:
-        yield begin, len(text)
+    """Yield where messages of reasoning begin and end in a reply of gpt-oss, in one pass.
+
+    They stand before its call or its message for the user, whose text may spell marks.
+    """
+    begin = 0
+    while (at := text.find(_BEGIN_OF_TEXT, begin)) >= 0:
+        header = text[begin:at]
+        channel = _CHANNEL.search(header)
+        if channel is None or channel[1] == "final" or "to=functions." in header:
+            return
+        ended = END_OF_MESSAGE.search(text, at + len(_BEGIN_OF_TEXT))
+        end = len(text) if ended is None else ended.end() if ended[0] == "<|end|>" else ended.start()
+        if channel[1] == "analysis":
+            yield begin + channel.start(), end
+        if ended is None:
+            return
+        begin = ended.start() if ended[0] == "<|channel|>" else ended.end()
 
 
 def has_parts(template: TemplateInput) -> bool:
@@ -186,6 +191,8 @@ def reply_parser(template: TemplateInput) -> ReplyParser:
         is_open=reply.is_open,
         schemas={tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in template.tools},
         max_calls=reply.max_calls,
+        has_form=reply.has_form,
+        has_header=template.prefill is None,
     )
 
 

@@ -23,6 +23,16 @@ _CHANNELS: Final = "harmony"
 """The format in which headers say what a message of the reply is."""
 
 
+def with_form(template: TemplateInput, form: StructuredOutput | None) -> TemplateInput:
+    """Return the input of a turn with whether its reply has a form, as `form` or calls beside it.
+
+    A form that says itself what stands around it changes nothing, since this may be any text.
+    """
+    if form is None or form.after or form.frame:
+        return template
+    return replace(template, reply=replace(template.reply, has_form=True))
+
+
 def with_placed_form(
     params: SamplingParams,
     template: TemplateInput,

@@ -8,7 +8,8 @@ The parts do not depend on how the text is cut into pieces. Three rules make tha
 - White space behind a mark belongs to no part, nor does white space between content and a call. Where
   content goes on behind a call, it begins with one line break.
 - A text that may still become a mark is held back. Marks within JSON strings are text: in arguments, and in
-  a message of gpt-oss for the user that begins as JSON does.
+  a message of gpt-oss for the user that begins as JSON does. A reply that has a form is this text or calls,
+  so its content has no marks at all.
 - Arguments are held until the name of their call is known, since some models write them first.
 
 A reply that does not keep to its format loses nothing. What follows a mark without being a call is content,
@@ -25,7 +26,14 @@ from typing import Any, Final
 
 from pensieve_jax.text.argument_schemas import root_of_arguments
 from pensieve_jax.text.call_arguments import without_surrogates
-from pensieve_jax.text.call_values import PYTHON_NAME, PythonCallEnd, argument_of, python_call
+from pensieve_jax.text.call_values import (
+    CLOSING_TAG,
+    PYTHON_NAME,
+    ClosingTag,
+    PythonCallEnd,
+    argument_of,
+    python_call,
+)
 from pensieve_jax.text.partial_json import SPACE, CallObject, JsonValue
 from pensieve_jax.text.reply_events import (
     ArgumentText,
@@ -35,9 +43,9 @@ from pensieve_jax.text.reply_events import (
     ReasoningText,
     ReplyEvent,
 )
-from pensieve_jax.text.tool_formats import ENDS_OF_MESSAGE, ReasoningFormat, ToolFormat
+from pensieve_jax.text.tool_formats import END_OF_MESSAGE, ENDS_OF_MESSAGE, ReasoningFormat, ToolFormat
 
-_END_OF_MESSAGE: Final = re.compile("|".join(map(re.escape, ENDS_OF_MESSAGE)))
+_PARAMETER: Final = re.compile(r"<parameter=([^>\n]+)>")
 _NUMBER_OF_HEADER: Final = re.compile(r":\d+\Z")
 _MAX_HEADER: Final = 512
 """Characters within which the header of a call must end; a longer text is none."""
@@ -60,6 +68,8 @@ class ReplyParser:
         is_open: bool = False,
         schemas: Mapping[str, Any] | None = None,
         max_calls: int | None = None,
+        has_form: bool = False,
+        has_header: bool = True,
     ) -> None:
         """Start at the beginning of a reply.
 
@@ -70,13 +80,16 @@ class ReplyParser:
           schemas: JSON schemas of the parameters, by the tools' names. They say which arguments are strings
             where the format does not. Where calls have no mark, only these names make a call. None: any.
           max_calls: number of calls behind which the reply is over; None for any number.
+          has_form: whether the content is held to a form, unless it is calls. Then no mark ends it.
+          has_header: whether the reply begins with a header, in formats where messages have headers;
+            otherwise it begins within the message for the user.
         """
         self.num_calls = 0
         self.is_over = False
         self._num_ended_calls = 0
         self._has_content = self._needs_break = False
         self._tools, self._reasoning = tools, reasoning
-        self._schemas, self._max_calls = schemas, max_calls
+        self._schemas, self._max_calls, self._has_form = schemas, max_calls, has_form
         self._headers: set[str] = set()
         self._next_number = 0  # of a header that repeats another
         self._buffer = ""  # text that was not read yet
@@ -87,6 +100,7 @@ class ReplyParser:
         self._value = JsonValue()
         self._call_end = PythonCallEnd()
         self._num_parameters = 0
+        self._closing_tag: ClosingTag | None = None  # of the argument between tags at hand
         self._name = ""
         self._has_arguments = False
         self._num_ends = 0
@@ -96,6 +110,8 @@ class ReplyParser:
             tools is not None and tools.body == "channels"
         ):
             self._state: Callable[[], bool] = self._header_of_message
+            if not has_header:
+                self._begin_message("final")
         elif reasoning is None:
             self._state = self._first_content
         else:
@@ -121,7 +137,7 @@ class ReplyParser:
         if self._state == self._body_of_message:
             is_held = bool(self._buffer) or (self._is_in_json and self._value.holds_space)
             return is_held and self._channel not in ("analysis", "call")
-        return self._state in (self._content, self._first_content) and bool(self._buffer)
+        return self._state in (self._content, self._first_content, self._calls_or_form) and bool(self._buffer)
 
     def feed(self, text: str) -> list[ReplyEvent]:
         """Return the events of the next piece of text."""
@@ -133,7 +149,12 @@ class ReplyParser:
         events = self._run()
         if self._state == self._think:
             self._say(ReasoningText, self._buffer)
-        elif self._state in (self._content, self._first_content, self._before_reasoning):
+        elif self._state in (
+            self._content,
+            self._first_content,
+            self._calls_or_form,
+            self._before_reasoning,
+        ):
             self._say(ContentText, self._buffer)
         elif self._state == self._python:
             self._cut_python()
@@ -224,7 +245,8 @@ class ReplyParser:
             return False
         tools = self._tools
         if tools is None or tools.start:
-            self._state = self._rest if tools is None else self._content
+            in_form = self._calls_or_form if self._has_form else self._content
+            self._state = self._rest if tools is None else in_form
             return True
         text = self._buffer.lstrip(SPACE)
         mark = tools.optional_start
@@ -244,6 +266,15 @@ class ReplyParser:
             return True
         self._raw = ""
         self._state = self._rest
+        return True
+
+    def _calls_or_form(self) -> bool:
+        """Find out whether a reply that has a form is calls; otherwise all of it is content."""
+        assert self._tools is not None
+        mark = self._tools.start
+        if len(self._buffer) < len(mark) and mark.startswith(self._buffer):
+            return False
+        self._state = self._content if self._buffer.startswith(mark) else self._rest
         return True
 
     def _content(self) -> bool:
@@ -279,7 +310,8 @@ class ReplyParser:
         self._raw = ""
         self._is_after_mark = False
         assert self._tools is not None
-        self._state = self._content if self._tools.start else self._rest
+        may_call = bool(self._tools.start) and not (self._has_form and not self.num_calls)
+        self._state = self._content if may_call else self._rest
         return True
 
     # Calls
@@ -438,13 +470,16 @@ class ReplyParser:
     def _parameters(self) -> bool:
         """Read arguments between tags: each is passed on whole, as JSON of the type in the tool's schema."""
         text = self._drop_space()
-        begun = re.match(r"<parameter=([^>\n]+)>", text)
+        begun = _PARAMETER.match(text)
         if begun is not None:
-            end = text.find("</parameter>", begun.end())
-            if end < 0:
+            if self._closing_tag is None:
+                self._closing_tag = ClosingTag(self._argument_schema(begun[1]), self._parameters_schema)
+            end = self._closing_tag.find(text, begun.end())
+            if end is None:
                 return False
+            self._closing_tag = None
             value = text[begun.end() : end].removeprefix("\n").removesuffix("\n")
-            self._buffer = text[end + len("</parameter>") :]
+            self._buffer = text[end + len(CLOSING_TAG) :]
             self._pass_parameter(begun[1], value)
             return True
         if text.startswith("</function>"):
@@ -464,22 +499,32 @@ class ReplyParser:
         self._buffer = text[1:]  # a model's slip between two arguments
         return True
 
-    def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
-        parameters: Any = (self._schemas or {}).get(self._name)
-        own = root_of_arguments(parameters)
+    @property
+    def _parameters_schema(self) -> Any:
+        """The schema of all arguments of the call at hand."""
+        return (self._schemas or {}).get(self._name)
+
+    def _argument_schema(self, name: str) -> Any:
+        own = root_of_arguments(self._parameters_schema)
         own = own if isinstance(own, Mapping) else {}
         properties, others = own.get("properties"), own.get("additionalProperties")
-        schema = properties.get(name, others) if isinstance(properties, Mapping) else others
-        value = json.dumps(text, ensure_ascii=False) if is_cut else argument_of(text, schema, parameters)
+        return properties.get(name, others) if isinstance(properties, Mapping) else others
+
+    def _pass_parameter(self, name: str, text: str, *, is_cut: bool = False) -> None:
+        if is_cut:
+            value = json.dumps(text, ensure_ascii=False)
+        else:
+            value = argument_of(text, self._argument_schema(name), self._parameters_schema)
         start = ", " if self._num_parameters else "{"
         self._num_parameters += 1
         self._pass(f"{start}{json.dumps(name)}: {value[:-1] if is_cut else value}")
 
     def _cut_parameters(self) -> None:
         """Pass on the argument that the reply's end cuts."""
-        begun = re.match(r"<parameter=([^>\n]+)>\n?", self._buffer)
+        begun = _PARAMETER.match(self._buffer)
         if begun is not None:
-            self._pass_parameter(begun[1], self._buffer[begun.end() :], is_cut=True)
+            text = self._buffer[begun.end() :].removeprefix("\n")
+            self._pass_parameter(begun[1], text, is_cut=True)
 
     def _after_call(self) -> bool:
         """Read the marks behind a call's arguments, then what follows."""
@@ -577,21 +622,25 @@ class ReplyParser:
         header, self._buffer = self._buffer[:at], self._buffer[at + len("<|message|>") :]
         recipient = re.search(r"to=([^\s<]+)", header)
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
-        self._channel = "final" if channel is None else channel[1]
-        self._is_after_mark = True
+        self._begin_message("final" if channel is None else channel[1])
         if recipient is not None and self._tools is not None and recipient[1].startswith("functions."):
             self._channel, self._has_arguments = "call", False
             self._call(recipient[1].removeprefix("functions."))
-        self._value, self._is_in_json = JsonValue(), self._channel in ("call", "final")
+            self._is_in_json, self._state = True, self._body_of_message
         if self._channel == "analysis" and self._reasoning is None:
             self._channel = "final"
-        self._state = self._body_of_message
         return True
+
+    def _begin_message(self, channel: str) -> None:
+        self._channel, self._is_after_mark = channel, True
+        self._value, self._is_in_json = JsonValue(), channel == "final"
+        is_form = channel == "final" and self._has_form  # then it is the last message
+        self._state = self._rest if is_form else self._body_of_message
 
     def _body_of_message(self) -> bool:
         if self._is_in_json and not self._json_of_message():
             return False
-        found = _END_OF_MESSAGE.search(self._buffer)  # one search, so that a reply is not read five times
+        found = END_OF_MESSAGE.search(self._buffer)  # one search, so that a reply is not read five times
         if found is None:
             num_held = _num_held(self._buffer, ENDS_OF_MESSAGE)
             ready = self._buffer[: len(self._buffer) - num_held].rstrip(SPACE)

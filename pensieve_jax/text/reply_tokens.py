@@ -8,6 +8,7 @@ Does not know: the client, batches, or KV state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from pensieve_jax.core.template_input import NO_INPUT, TemplateInput
 from pensieve_jax.text.detokenizer import IncrementalDetokenizer
 from pensieve_jax.text.replies import new_parser, shown_marks
 from pensieve_jax.text.tokenizer import Tokenizer
+
+_NO_TOP: Final = np.empty(0)
 
 
 class ReplyTokens:
@@ -45,8 +48,14 @@ class ReplyTokens:
           tokenizer: None produces no text.
           template: how the reply is read: the control tokens that its text shows, and the limit of its calls.
         """
-        self._params, self._max_num_tokens = params, max_num_tokens
+        self._max_num_tokens = max_num_tokens
         self._ending_ids = frozenset(ending_ids)  # a set, since every token is looked up
+        # What each token asks of the parameters.
+        self._is_empty = params.max_tokens == 0
+        self._min_tokens = params.min_tokens
+        self._num_top = params.logprobs or 0
+        # The mask of a structured reply forbids ending ids before `min_tokens`, unless nothing else fits.
+        self._may_end_by_id = params.structured is not None
         includes_stop = params.include_stop_str_in_output
         self._detokenizer = (
             None
@@ -76,34 +85,35 @@ class ReplyTokens:
         return "".join(self.pieces)
 
     def accept(
-        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray
+        self, token_id: int, logprob: float, top_ids: np.ndarray = _NO_TOP, top_logprobs: np.ndarray = _NO_TOP
     ) -> FinishReason | None:
         """Add the next sampled id; return how the reply ends with it, or None.
 
-        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only if alternatives were requested.
+        `top_ids` and `top_logprobs` are i32[K] and f32[K], read only if alternatives were requested. This is
+        a hot path: there may be 256 replies in every step.
         """
-        params = self._params
-        if params.max_tokens == 0:
+        if self._is_empty:
             return "length"  # the id that was sampled is not part of the reply
-        self.token_ids.append(token_id)
+        token_ids, detokenizer = self.token_ids, self._detokenizer
+        token_ids.append(token_id)
         if self.logprobs is not None:
-            k = params.logprobs or 0
+            k = self._num_top
             top = dict(zip(top_ids[:k].tolist(), top_logprobs[:k].tolist(), strict=True)) if k else {}
             self.logprobs.append(TokenLogprob(token_id, logprob, top))
-        may_end = len(self.token_ids) > params.min_tokens
-        # The mask of a structured reply forbids ending ids before `min_tokens`, unless nothing else fits.
-        may_end_by_id = may_end or params.structured is not None
-        ends_by_id = may_end_by_id and token_id in self._ending_ids
-        ends_by_length = len(self.token_ids) >= self._max_num_tokens
-        ends_by_call = False
-        if self._detokenizer is not None:
+        num_tokens = len(token_ids)
+        may_end = num_tokens > self._min_tokens
+        ends_by_id = token_id in self._ending_ids and (may_end or self._may_end_by_id)
+        ends_by_length = num_tokens >= self._max_num_tokens
+        ends_by_call = ends_by_string = False
+        if detokenizer is not None:
             if not ends_by_id:  # the id that ends a reply is not text, special or not
-                self.pieces.append(self._detokenizer.push(token_id, may_stop=may_end))
+                self.pieces.append(detokenizer.push(token_id, may_stop=may_end))
                 if self._parser is not None:
                     self._parser.feed(self.pieces[-1])
                     ends_by_call = self._parser.is_over and may_end
             if ends_by_id or ends_by_call or ends_by_length:
-                self.pieces.append(self._detokenizer.flush(may_stop=may_end))
-        if ends_by_id or ends_by_call or self.stop_string is not None:
+                self.pieces.append(detokenizer.flush(may_stop=may_end))
+            ends_by_string = detokenizer.stop_string is not None
+        if ends_by_id or ends_by_call or ends_by_string:
             return "stop"
         return "length" if ends_by_length else None

@@ -102,6 +102,9 @@ class Tokenizer:
             [AddedToken(token, special=True) for token in ends if backend.token_to_id(token) is not None],
         )
         self._backend = backend
+        # Of ids that were asked for, by id; no more than the vocabulary has. A step asks for every new token.
+        self._spellings: dict[int, str] = {}
+        self._texts_alone: dict[int, str] = {}
         self.long_texts: LongTexts | None = None
         self.bos_id: int | None = None if bos_token is None else backend.token_to_id(bos_token)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
@@ -243,6 +246,13 @@ class Tokenizer:
             text = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
+    def text_alone(self, token_id: int) -> str:
+        """Return `decode_window([token_id])` for an id of the vocabulary."""
+        text = self._texts_alone.get(token_id)
+        if text is None:
+            text = self._texts_alone[token_id] = self.decode_window([token_id])
+        return text
+
     def text_after(self, token_id: int) -> str:
         """Return the text of one id after other text; a special one is written out.
 
@@ -309,7 +319,11 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str | None:
         """Return the vocabulary's own spelling of an id, or None outside it."""
-        token: str | None = self._backend.id_to_token(token_id)
+        token = self._spellings.get(token_id)
+        if token is None:
+            token = self._backend.id_to_token(token_id)
+            if token is not None:
+                self._spellings[token_id] = token
         return token
 
     @cached_property

@@ -7,6 +7,7 @@ Does not know: how a reply is read (`reply_parser`), requests, or grammars.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -18,6 +19,7 @@ Body = Literal["object", "list", "named", "parameters", "python", "channels"]
 AUTO, NONE = "auto", "none"
 ENDS_OF_MESSAGE: Final = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 """Marks that end a message of gpt-oss; the last two begin the header of another one."""
+END_OF_MESSAGE: Final = re.compile("|".join(map(re.escape, ENDS_OF_MESSAGE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

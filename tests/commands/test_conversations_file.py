@@ -162,6 +162,10 @@ def test_an_incomplete_compressed_file_is_refused(tmp_path, harm):
         (request(tools=[{}]), r"body.tools is .* left out, or \[\]"),
         (request(response_format={"type": "json_object"}), "body.response_format is .* left out"),
         (request(logprobs=True), "body.logprobs is True"),
+        (
+            request(url="/v1/completions", body={"prompt": "x", "logprobs": 0}),
+            "body.logprobs is 0, .* left out",
+        ),
         (request(temperature=-1), "body.temperature is -1"),
         (request(logit_bias={"x": 1}), "body.logit_bias is 'x'"),
         (request(messages=[{"role": "user"}]), r"body.messages\[0\].content"),

@@ -91,6 +91,7 @@ NOT_THE_DEFAULTS = {
     CacheConfig: {
         **{"gpu_memory_fraction": 0.7, "cpu_pages": 12, "chunk_tokens": 16, "policy": "lru"},
         **{
+            "engines_on_host": 3,
             "kv_dtype": "int8",
             "pack_host": False,
             "cost_profile": "costs.json",
@@ -100,9 +101,10 @@ NOT_THE_DEFAULTS = {
         **{"retrieval_priority": False, "prefetch": False, "max_idle_conversations": 7, "idle_ttl_s": 60.5},
     },
     SchedulerConfig: {
-        **{"max_num_running": 9, "max_num_batched_tokens": 128, "max_num_rows": 11, "prompt_steps": 8},
+        **{"max_num_running": 9, "max_num_batched_tokens": 640, "max_num_rows": 11, "prompt_steps": 8},
         **{"speculation": "history", "max_draft_tokens": 5},
-        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False},
+        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "work_left"},
+        "target_tpot_ms": 21.5,
     },
     RunnerConfig: {
         **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},

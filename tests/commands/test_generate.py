@@ -316,6 +316,16 @@ def test_requests_of_openais_batch_format_are_answered_in_it(launch, llm, tmp_pa
     assert again["choices"] == chat["choices"] and again["usage"] is None
 
 
+def test_logprobs_have_no_place_in_results_of_requests(launch, tmp_path, monkeypatch):
+    """Once, they were computed and left out."""
+    path = write_input(tmp_path, *requests("r-chat", "r-text"))
+    flags = {"input": path, "output": tmp_path / "out", "served_model_name": "tiny"}
+    message = refusal(launch, monkeypatch, logprobs=2, **flags)
+    assert message.startswith(
+        "--logprobs is 2, but must be left out beside requests of OpenAI's batch format"
+    )
+
+
 def test_a_request_that_fails_has_a_line_that_says_so(launch, llm, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(generate, "check_text", lambda *_: None)  # so that it is refused only when it runs
     first, second = requests("e-chat", "e-text")
@@ -363,7 +373,12 @@ def test_the_example_is_accepted(launch, tmp_path, monkeypatch):
 def test_another_prompt_in_the_history_is_refused(launch, llm, tmp_path):
     llm.generate([[8, 8]], SamplingParams(max_tokens=2), conversation_ids=["other"])
     path = write_input(tmp_path, {"conversation_id": "other", "turns": [{"prompt": [8, 9]}]})
-    with pytest.raises(ValueError, match="what the history has as turn 0 of 'other'"):
+    with pytest.raises(
+        ValueError, match=r"line 1, turns\[0\] is .* what the history has as turn 0 of 'other'"
+    ):
+        launch("generate", input=path, output=tmp_path / "out")
+    path = write_input(tmp_path, {"conversation_id": "other", "prompt": [8, 9]})
+    with pytest.raises(ValueError, match=r"line 1 is \[8, 9\], but must be what the history has"):
         launch("generate", input=path, output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -67,6 +67,10 @@ def test_an_unknown_flag(command: str) -> None:
         (("serve", "--port=99999"), "port is 99999"),
         (("serve", "--max_num_running=0"), "scheduler.max_num_running is 0"),
         (("demo", "--model=/no/such/model"), "there is no such directory"),
+        (("demo", "/no/such/model"), "there is no such directory"),
+        (("demo", "--gpu_pages=1"), "cache.gpu_pages is 1"),
+        (("demo", "--cpu_pages=-1"), "cache.cpu_pages is -1"),
+        (("profile", "one", "two"), "model is 'one two', but must be one name"),
         (("profile", "--output=/no/such/file"), "--output is '/no/such/file'"),
     ],
 )
@@ -128,11 +132,12 @@ def test_every_translation_is_a_flag_of_a_command(launch: Launch) -> None:
             delattr(flags.FLAGS, name)
     assert set(foreign_flags.OURS.values()) <= known
     assert not foreign_flags.OURS.keys() & known, "these need no translation"
-    assert not foreign_flags.OURS.keys() & foreign_flags.NEEDLESS.keys()
+    assert not foreign_flags.OURS.keys() & foreign_flags.EXPLAINED.keys()
 
 
 def test_what_needs_no_flag_and_what_is_unknown(defined: None) -> None:
     assert "--nostateful keeps none" in (foreign_flags.hint("enable-prefix-caching") or "")
+    assert "model stays loaded" in (foreign_flags.hint("keep-alive") or ""), "--idle_ttl_s deletes histories"
     assert foreign_flags.hint("max_new_tokens") is None, "serve has no --max_tokens"
     assert foreign_flags.hint("colour") is None
 

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from absl import flags
 
 from pensieve_jax import ConfigError, PensieveError
 from pensieve_jax.commands import serve
@@ -26,7 +27,7 @@ from pensieve_jax.commands.launch import EXIT_BAD_INPUT
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_INTERRUPTED
 from tests.commands.terminal import Terminal
-from tests.launching import ROOT, TINY_MODEL, Launch
+from tests.launching import ROOT, TINY_MODEL, Launch, load
 from tests.server.unfinished import unfinished_request
 
 TIMEOUT_S = 120
@@ -158,6 +159,34 @@ def test_a_limits_error_names_its_flag(launch: Launch, most: int) -> None:
         launch("serve", shared_llm=False, max_turns_per_key=most)
 
 
+def test_a_limit_of_keys_needs_keys(launch: Launch) -> None:
+    """Without keys it would do nothing."""
+    with pytest.raises(
+        ConfigError, match="--max_turns_per_key is 9, but must be left out without keys; give"
+    ):
+        launch("serve", shared_llm=False, max_turns_per_key=9, port=0, model="/no/such/model")
+
+
+def settings_of(launch: Launch, **values: str) -> ServerSettings:
+    module = load("serve")
+    module.define_flags()
+    flags.FLAGS(["test", *(f"--{name}={value}" for name, value in values.items())])
+    return module.server_settings()
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("2GiB", 2**31), ("70000", 70_000), ("1.5 MB", 1_500_000)])
+@pytest.mark.parametrize("name", ["max_stored_bytes_per_key", "max_index_bytes"])
+def test_numbers_of_bytes_have_units(launch: Launch, name: str, text: str, num_bytes: int) -> None:
+    assert getattr(settings_of(launch, **{name: text}), name) == num_bytes
+
+
+def test_a_number_of_bytes_that_is_none_names_its_flag(launch: Launch) -> None:
+    with pytest.raises(
+        ConfigError, match="--max_stored_bytes_per_key is 'much', but must be a number of bytes"
+    ):
+        settings_of(launch, max_stored_bytes_per_key="much")
+
+
 def test_invalid_options_are_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -165,7 +194,7 @@ def test_invalid_options_are_refused(launch: Launch, monkeypatch: pytest.MonkeyP
             launch("serve", shared_llm=False, port=port)
     with pytest.raises(ConfigError, match="api_keys_file"):
         launch("serve", shared_llm=False, host="0.0.0.0")
-    for flags, words in (
+    for given, words in (
         ({"replicas": 0}, "--replicas is 0, but must be an integer of at least 1"),
         ({"replicas": 2}, "--history is None, but must be postgresql://"),
         (
@@ -174,7 +203,7 @@ def test_invalid_options_are_refused(launch: Launch, monkeypatch: pytest.MonkeyP
         ),
     ):
         with pytest.raises(ConfigError, match=words):
-            launch("serve", shared_llm=False, **flags)
+            launch("serve", shared_llm=False, **given)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)

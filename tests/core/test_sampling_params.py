@@ -7,17 +7,18 @@ import math
 import pytest
 
 from pensieve_jax.core.errors import InvalidRequestError
+from pensieve_jax.core.options import options_of
 from pensieve_jax.core.sampling_params import MAX_SEED, SamplingParams
 
 BAD_PARAMS = {
     "max_tokens": (-1, 1.0, "3", True, None, 2**31),
-    "min_tokens": (-1, 33, 0.5, True, None),
-    "temperature": (math.nan, math.inf, -math.inf, -0.1, "1", True, None, 1e9, 1j),
-    "top_k": (-2, -1.0, 1.5, True, None, 2**31),
+    "min_tokens": (-1, 33, 0.5, True, False, None),
+    "temperature": (math.nan, math.inf, -math.inf, -0.1, "1", True, False, None, 1e9, 1j),
+    "top_k": (-2, -1.0, 0.0, 1.5, True, False, None, 2**31),
     "top_p": (math.nan, -0.5, False, 1.01, math.inf, "1", True, None),
     "seed": (-1, MAX_SEED + 1, 1.0, True, "1"),
     "logprobs": (-1, 1.0, True, "1"),
-    "stop": ("text", [""], [1], [b"x"], 5, None),
+    "stop": ("", "text", [""], [1], [b"x"], 5, None),
     "stop_token_ids": ([-1], [1.0], [True], ["1"], [2**31], 5, None),
     "ignore_eos": (1, None, "yes"),
 }
@@ -53,6 +54,22 @@ def test_parameters_that_are_searched_at_every_token_are_limited(field, value, s
     with pytest.raises(InvalidRequestError, match=said) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field and len(str(caught.value)) < 200
+
+
+def test_defaults_are_within_their_limits():
+    """A new object checks only values that are not the default."""
+    defaults = SamplingParams()
+    for option in options_of(SamplingParams):
+        assert option.limit.accepts(getattr(defaults, option.name)), option.name
+
+
+def test_parameters_keep_no_list_or_mapping_of_their_caller():
+    stop, ids, words, bias = [], [], [], {}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, bad_words=words, logit_bias=bias)
+    for given in (stop, ids, words):
+        given.append(1)
+    bias[1] = 2.0
+    assert params == SamplingParams() and repr(params) == repr(SamplingParams())
 
 
 def test_stop_strings_and_ids_at_their_limits():

@@ -252,6 +252,29 @@ def test_host_memory_of_gpus_is_bounded_by_the_gpus_and_by_what_can_be_pinned():
     assert slots * slot_bytes(model, config.cache, BFLOAT16) <= 20 * GIB
 
 
+def test_engines_of_one_host_divide_its_memory():
+    """No engine takes more than it would alone, whether the share is given or not."""
+    model, machine = preset("llama3-8b"), h200s("llama3-8b")._replace(free_bytes=400 * GIB)
+    slot = slot_bytes(model, CacheConfig(), BFLOAT16)
+
+    def host_bytes(machine, dtype, **cache):
+        config = sized(of(CacheConfig(**cache)), machine, model, dtype)
+        return config.cache.cpu_pages * slot_bytes(model, config.cache, dtype)
+
+    assert host_bytes(machine, BFLOAT16) == host_bytes(machine, BFLOAT16, engines_on_host=2) > 63 * GIB
+    in_transit = 129 * slot
+    for num_engines, share, most in ((8, None, 25 * GIB), (8, 0.8, 40 * GIB), (2, 0.8, 160 * GIB)):
+        found = host_bytes(machine, BFLOAT16, engines_on_host=num_engines, cpu_memory_fraction=share)
+        assert most - in_transit < found <= most
+    assert host_bytes(cpu(64 * GIB, 60 * GIB), FLOAT32, engines_on_host=2) <= MAX_CPU_HOST_BYTES
+    pages = [
+        sized(of(CacheConfig(engines_on_host=n)), LAPTOP, model, FLOAT32).cache.gpu_pages for n in (1, 2, 4)
+    ]
+    assert pages[0] == 2 * pages[1] == 4 * pages[2]
+    with pytest.raises(ConfigError, match=r"half of what is free, for each of 1000 engines; free memory"):
+        sized(of(CacheConfig(engines_on_host=1000)), LAPTOP, model, FLOAT32)
+
+
 @pytest.mark.parametrize(
     ("pages", "context", "options", "num_running"),
     [

@@ -198,6 +198,16 @@ def random_scenario(seed: int) -> Scenario:
     )
 
 
+def with_order(config: EngineConfig, prompt_order: str) -> EngineConfig:
+    """Return the configuration with this order of prompts."""
+    return replace(config, scheduler=replace(config.scheduler, prompt_order=prompt_order))
+
+
+def in_order(scenario: Scenario, prompt_order: str) -> Scenario:
+    """Return the scenario with an engine whose prompts have this order."""
+    return replace(scenario, config=with_order(scenario.config, prompt_order))
+
+
 def drafting_scenario(seed: int) -> Scenario:
     """Return the scenario of a seed in which running turns have drafts that hold in part; most are short."""
     scenario = random_scenario(seed)

@@ -63,7 +63,7 @@ def complete(harness: Harness, name: str, *, seed: int = 1, **params):
     """Return a turn whose reply is complete and cannot be written, and its facts."""
     facts = harness.facts(harness.prompt(9, seed=seed), name, **({"max_tokens": 6} | params))
     turn = harness.submit(facts, name)
-    step_until(harness, lambda: harness.engine._ledger.is_complete(turn.request))
+    step_until(harness, lambda: turn.request in harness.engine._ledger.complete)
     assert not turn.done and tuple(turn.token_ids) == harness.expected(facts)
     return turn, facts
 

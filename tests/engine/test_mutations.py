@@ -6,10 +6,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from pensieve_jax.config import PROMPT_ORDERS
 from tests.engine.count_mutations import COUNT_MUTATIONS, RARE_COUNT_MUTATIONS
 from tests.engine.driver import run_scenario
 from tests.engine.mutations import MUTATIONS
-from tests.engine.scenarios import random_scenario
+from tests.engine.scenarios import in_order, random_scenario
 from tests.engine.tier_mutations import TIER_MUTATIONS
 from tests.seeds import EVERYTHING
 
@@ -21,10 +22,11 @@ PLANTED |= {name: plant for name, plant in COUNT_MUTATIONS.items() if name not i
 SHORT_SEEDS = (442, 400, 390, 300, 388, 362, 116, 56, 15, 192, 224, 219, 376, 256, 135, 484, 286, 81)
 
 
+@pytest.mark.parametrize("order", PROMPT_ORDERS)
 @pytest.mark.parametrize("seed", SHORT_SEEDS)
-def test_without_a_bug_the_short_scenarios_pass(seed):
-    """This proves that a failure with a bug is caused by the bug."""
-    run_scenario(random_scenario(seed))
+def test_without_a_bug_the_short_scenarios_pass(seed, order):
+    """This proves that a failure with a bug, by arrival, is caused by the bug."""
+    run_scenario(in_order(random_scenario(seed), order))
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from pensieve_jax.config import PROMPT_ORDERS
 from tests.engine.driver import run_scenario
-from tests.engine.scenarios import Scenario, scenarios
+from tests.engine.scenarios import Scenario, in_order, scenarios
 
 _SEARCH = settings(
     deadline=None,
@@ -19,7 +21,7 @@ _SEARCH = settings(
 
 
 @settings(_SEARCH, max_examples=100)
-@given(scenario=scenarios())
-def test_random_scenario(scenario: Scenario):
+@given(scenario=scenarios(), order=st.sampled_from(PROMPT_ORDERS))
+def test_random_scenario(scenario: Scenario, order: str):
     """Tokens equal the reference whatever is moved, dropped, suspended, cancelled, cut or failed."""
-    run_scenario(scenario)
+    run_scenario(in_order(scenario, order))

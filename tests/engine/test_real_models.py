@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from pensieve_jax import LLM, SamplingParams
-from pensieve_jax.config import POLICIES
+from pensieve_jax.config import POLICIES, PROMPT_ORDERS
 from pensieve_jax.core.outputs import TokenLogprob
 from pensieve_jax.device.dense_reference import MIN_MARGIN
 from tests.engine.driver import run_scenario
@@ -22,7 +22,16 @@ from tests.engine.real_models import (
     RealBench,
     real_config,
 )
-from tests.engine.scenarios import CALM_OPS, HASTY_OPS, OPS, RandomChooser, Scenario, make_op, tier_ops
+from tests.engine.scenarios import (
+    CALM_OPS,
+    HASTY_OPS,
+    OPS,
+    RandomChooser,
+    Scenario,
+    in_order,
+    make_op,
+    tier_ops,
+)
 
 PRESETS = ("llama-tiny", "opt-tiny")
 MAX_UNCERTAIN_FRACTION = 0.005
@@ -47,15 +56,16 @@ def real_scenario(seed, kv_dtype=None):
     )
 
 
-def test_random_scenarios_equal_the_dense_reference(record_property):
+@pytest.mark.parametrize("order", PROMPT_ORDERS)
+def test_random_scenarios_equal_the_dense_reference(record_property, order):
     """Turns are greedy or sampled with a seed. If the two best tokens almost tie, either is right."""
     preset, num_scenarios = "llama-tiny", 5  # `tests.search_schedules` runs others, with both presets
     bench = bench_for(preset)
     num_before, totals = bench.num_turns, Counter()
     bench.uncertain.clear()
     for seed in range(num_scenarios):
-        print(f"run_scenario(real_scenario({seed}), bench_for({preset!r}))")
-        driver = run_scenario(real_scenario(seed), bench)
+        print(f"run_scenario(in_order(real_scenario({seed}), {order!r}), bench_for({preset!r}))")
+        driver = run_scenario(in_order(real_scenario(seed), order), bench)
         totals += driver.totals
     num_turns = bench.num_turns - num_before
     record_property("note", f"{num_turns} turns, {len(bench.uncertain)} with a margin below {MIN_MARGIN}")

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from pensieve_jax.config import PROMPT_ORDERS
 from tests.engine.driver import run_scenario
-from tests.engine.scenarios import random_scenario
+from tests.engine.scenarios import in_order, random_scenario
 
 # None of the first ones recomputes a suspended request: the last two do.
 SOME = (*range(88), 381, 420)
@@ -48,21 +49,23 @@ LEAST = {  # in 900
 PAST_FAILURES = (490242, 499438)
 
 
+@pytest.mark.parametrize("order", PROMPT_ORDERS)
 @pytest.mark.parametrize("seed", PAST_FAILURES)
-def test_a_scenario_that_once_failed_passes(seed: int):
+def test_a_scenario_that_once_failed_passes(seed: int, order: str):
     """A longer search found these seeds."""
-    run_scenario(random_scenario(seed))
+    run_scenario(in_order(random_scenario(seed), order))
 
 
 @pytest.mark.long
-def test_seeded_scenarios_cover_all_events():
-    """Every event of a history happens often, and every turn equals the reference."""
+@pytest.mark.parametrize("order", PROMPT_ORDERS)
+def test_seeded_scenarios_cover_all_events(order: str):
+    """In both orders of prompts, every event happens often, and every turn equals the reference."""
     num_turns, totals = 0, Counter()
     for seed in SOME:
         try:
-            driver = run_scenario(random_scenario(seed))
+            driver = run_scenario(in_order(random_scenario(seed), order))
         except BaseException:
-            print(f"failed: run_scenario(random_scenario({seed}))")
+            print(f"failed: run_scenario(in_order(random_scenario({seed}), {order!r}))")
             raise
         num_turns += driver.num_checked
         totals += driver.totals

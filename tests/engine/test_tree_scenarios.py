@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from pensieve_jax.config import PROMPT_ORDERS
 from tests.cache.fork_scenarios import run_fork_scenario
 from tests.engine.fork_mutations import FORK_MUTATIONS
 from tests.engine.tree_scenarios import run_tree_scenario
@@ -26,11 +27,12 @@ LEAST = {  # in a thousand
 }
 
 
-def test_trees_of_turns_equal_the_reference():
+@pytest.mark.parametrize("order", PROMPT_ORDERS)
+def test_trees_of_turns_equal_the_reference(order: str):
     """Every kind of reuse happens often, and every turn equals the reference."""
     totals, deepest = Counter(), 0
     for seed in SOME:
-        found = run_tree_scenario(seed)
+        found = run_tree_scenario(seed, order)
         deepest = max(deepest, found.pop("depth", 0))
         totals += found
     print(f"{dict(totals)}, deepest {deepest}")

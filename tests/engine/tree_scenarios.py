@@ -45,6 +45,7 @@ from tests.engine.scenarios import (
     make_config,
     make_delays,
     tier_scenario,
+    with_order,
     with_speculation,
 )
 from tests.engine.trees import Forest, Sent
@@ -61,9 +62,12 @@ class TreeScenario:
         totals: counts of what happened.
     """
 
-    def __init__(self, seed: int, folder: Path | None, *, drafts: bool = False) -> None:
+    def __init__(
+        self, seed: int, folder: Path | None, prompt_order: str = "arrival", *, drafts: bool = False
+    ) -> None:
         self.choose = RandomChooser(seed)
-        self.config = make_config(self.choose) if seed % 3 else tier_scenario(self.choose).config
+        config = make_config(self.choose) if seed % 3 else tier_scenario(self.choose).config
+        self.config = with_order(config, prompt_order)
         if drafts:
             self.config = with_speculation(self.config, seed)
         self.delays = make_delays(self.choose)
@@ -349,7 +353,7 @@ def _length(states: str) -> int:
     return sum(int(count) for count in "".join(c if c.isdigit() else " " for c in states).split())
 
 
-def run_tree_scenario(seed: int, *, drafts: bool = False) -> Counter[str]:
+def run_tree_scenario(seed: int, prompt_order: str = "arrival", *, drafts: bool = False) -> Counter[str]:
     """Run one scenario from start to end; raise AssertionError on a failure.
 
     With `drafts`, an oracle makes drafts for running turns.
@@ -357,11 +361,11 @@ def run_tree_scenario(seed: int, *, drafts: bool = False) -> Counter[str]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if drafts:
             plant_oracle(patch, FakeBench(), seed)
-        scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None, drafts=drafts)
+        scenario = TreeScenario(seed, Path(folder) if seed % 4 == 0 else None, prompt_order, drafts=drafts)
         try:
             scenario.run()
         except BaseException:
-            print(f"failed: run_tree_scenario({seed}, drafts={drafts})")
+            print(f"failed: run_tree_scenario({seed}, {prompt_order!r}, drafts={drafts})")
             raise
         return scenario.totals
 

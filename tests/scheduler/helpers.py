@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pensieve_jax.cache import PageTable
+from pensieve_jax.cache import AnalyticCostModel, CostModel, PageTable
 from pensieve_jax.config import SchedulerConfig
 from pensieve_jax.core.conversation import PENDING_TOKEN, Conversation
 from pensieve_jax.core.sampling_params import SamplingParams
-from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput
+from pensieve_jax.scheduler import Request, Scheduler, SchedulerOutput, make_prompt_order
 from tests.cache.helpers import CHUNK, Cache
 from tests.scheduler.priority import check_priority
+
+# A second for each token, whatever is before it, and a hundredth for each pair.
+COSTS = AnalyticCostModel(CHUNK, num_weights=0.5, attention_width=0.0025, flop_per_s=1.0)
 
 
 def page_table(requests: Iterable[Request]) -> PageTable:
@@ -40,6 +43,9 @@ class SchedulerHarness:
         prompt_steps: int = 0,
         token_buckets: tuple[int, ...] | None = None,
         unified: bool = True,
+        prompt_order: str = "arrival",
+        target_tpot_ms: float | None = None,
+        cost_model: CostModel = COSTS,
         **cache: Any,
     ) -> None:
         self.cache = Cache(num_pages, cpu_pages, **cache)
@@ -50,8 +56,11 @@ class SchedulerHarness:
             prompt_steps=prompt_steps,
             token_buckets=token_buckets,
             unified=unified,
+            prompt_order=prompt_order,
+            target_tpot_ms=target_tpot_ms,
         )
-        self.scheduler = Scheduler(config, self.cache.manager)
+        order = make_prompt_order(config, CHUNK, cost_model, self.cache.clock)
+        self.scheduler = Scheduler(config, self.cache.manager, order)
         self.steps: list[list[tuple[str, int, int, bool]]] = []
         self._num_requests = 0
         self.sequences: dict[str, tuple[Conversation, object]] = {}

@@ -240,7 +240,13 @@ class _NoConversations:
 DESCRIPTION: dict[str, Any] = {
     "model": {"num_parameters": 13_000_000_000, "weights_bytes": 26_000_000_000},
     "device": {"count": 1},
-    "cache": {"page_bytes": 6_553_600, "chunk_tokens": 32, "gpu_tokens": 195_264, "slot_bytes": 6_553_600},
+    "cache": {
+        "page_bytes": 6_553_600,
+        "chunk_tokens": 32,
+        "gpu_tokens": 195_264,
+        "slot_bytes": 6_553_600,
+        "summary": "KV cache: 37.2 GiB on the GPU (195,264 tokens), nothing in host memory",
+    },
 }
 """The part of `LLM.describe` that a server reads; sizes of a model of 13 billion weights."""
 

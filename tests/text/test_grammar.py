@@ -22,7 +22,7 @@ from pensieve_jax.core.errors import (
 )
 from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.text import Tokenizer, byte_tokenizer, grammar, load_tokenizer
-from pensieve_jax.text.grammar import Grammars, check_grammar
+from pensieve_jax.text.grammar import GrammarRow, Grammars, check_grammar
 from tests.seeds import new_seed
 from tests.text.tokenizer_zoo import ZOO
 
@@ -234,6 +234,18 @@ def test_a_complete_reply_allows_ending_ids_only():
     assert allowed_ids(row) == [EOS, 3]
     row.accept(3)
     assert len(allowed_ids(row)) == VOCAB_SIZE, "the reply has ended; its row is discarded"
+
+
+def test_the_planted_bug_of_any_id_behind_a_complete_form_is_found(monkeypatch):
+    """A mask of ones where the library has stopped."""
+    fill = GrammarRow.fill
+
+    def any_id(self, words):
+        return False if self._matcher.is_stopped() else fill(self, words)
+
+    monkeypatch.setattr(GrammarRow, "fill", any_id)
+    with pytest.raises(AssertionError):
+        test_a_complete_reply_allows_ending_ids_only()
 
 
 def test_ending_ids_are_allowed_exactly_where_the_form_may_end():

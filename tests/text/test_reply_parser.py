@@ -83,6 +83,18 @@ def test_pieces_do_not_matter(name: str) -> None:
                 assert parsed_reply(events) == whole
 
 
+def test_the_planted_bug_of_an_optional_line_break_behind_a_mark_is_found(monkeypatch) -> None:
+    """One that comes in the next piece is taken for content."""
+
+    def drop_what_is_there(self: ReplyParser) -> str:
+        self._buffer, self._is_after_mark = self._buffer.lstrip(), False
+        return self._buffer
+
+    monkeypatch.setattr(ReplyParser, "_drop_space", drop_what_is_there)
+    with pytest.raises(AssertionError):
+        test_pieces_do_not_matter("hermes")
+
+
 @pytest.mark.parametrize("name", sorted({example.format for example in EXAMPLES}))
 def test_a_cut_reply_is_read_alike_by_characters(name: str) -> None:
     for example in (one for one in EXAMPLES if one.format == name):

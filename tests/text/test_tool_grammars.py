@@ -455,12 +455,60 @@ def test_a_schema_that_arguments_one_by_one_cannot_keep_is_refused(
     call_grammar(row, tools, tokenizer, free=["f"])
 
 
-def test_a_value_with_a_closing_tag_is_refused() -> None:
-    row = TOOL_FORMATS["qwen3_xml"]
-    tokenizer, _ = tokenizer_of(row, has_control=False)
-    with pytest.raises(UnsupportedGrammarError) as raised:
-        call_grammar(row, [tool_with({"enum": ["a", "b</parameter>"]})], tokenizer)
-    assert raised.value.field == "tools[0].function.parameters.properties.a"
+TAG = "x</parameter>y"
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "object"}, {"b": [TAG, {TAG: 1}]}),
+        ({"type": "array", "items": {"type": "string"}}, [f'\\"{TAG}', "\\", TAG]),
+        ({"type": "string", "minLength": 2}, TAG),
+        ({"anyOf": [{"type": "object"}, {"type": "string"}]}, f'"{TAG}\n'),
+    ],
+)
+def test_a_closing_tag_in_a_string_of_json_is_text(schema: object, value: object) -> None:
+    row, tool = TOOL_FORMATS["qwen3_xml"], tool_with(schema)
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    grammar = call_grammar(row, [tool], tokenizer)
+    for indent in (None, 1):
+        written = between_tags(json.dumps(value, indent=indent))
+        assert takes(tokenizer, library, grammar, written)
+        for pieces in ([written], list(written)):
+            parser = ReplyParser(row, schemas={"f": tool["function"]["parameters"]})
+            events = [event for piece in pieces for event in parser.feed(piece)]
+            found = parsed_reply([*events, *parser.end()])
+            assert not found.content
+            assert [json.loads(call.arguments) for call in found.calls] == [{"a": value}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"b": "x}', '["x]', '"', "{'b': \"it's\"", '{"b": 1', 'x "', '{"b": "x\\"}', "[1, 2]]"],
+)
+def test_an_argument_that_is_not_json_ends_at_its_first_closing_tag(text: str) -> None:
+    """A line break within a string tells, and the format has one before the tag."""
+    written = between_tags(text).replace("</function>", '<parameter=b>\n"2"\n</parameter>\n</function>')
+    for pieces in ([written], list(written)):
+        schemas = {"f": {"properties": {"a": {"type": "object"}}}}
+        parser = ReplyParser(TOOL_FORMATS["qwen3_xml"], schemas=schemas)
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        (call,) = parsed_reply([*events, *parser.end()]).calls
+        assert json.loads(call.arguments) == {"a": text, "b": '"2"'}
+
+
+@pytest.mark.parametrize("value", ["b</parameter>", "</parameter>", {"b": ["</parameter>"]}, '"</parameter>'])
+def test_a_listed_value_with_a_closing_tag_is_written_as_json(value: object) -> None:
+    row, tool = TOOL_FORMATS["qwen3_xml"], tool_with({"enum": ["a", value]})
+    tokenizer, library = tokenizer_of(row, has_control=False)
+    grammar = call_grammar(row, [tool], tokenizer)
+    escaped = json.dumps(value).replace("</", "<\\/")
+    assert takes(tokenizer, library, grammar, between_tags("a"))
+    assert takes(tokenizer, library, grammar, between_tags(escaped))
+    for text in (escaped, json.dumps(value)):
+        parser = ReplyParser(row, schemas={"f": tool["function"]["parameters"]})
+        (call,) = parsed_reply([*parser.feed(between_tags(text)), *parser.end()]).calls
+        assert json.loads(call.arguments) == {"a": value}
 
 
 NAMES = (

@@ -6,6 +6,7 @@ Does not know: attacks.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,9 @@ _WORD: Final = "word "
 _IN_PROMPT: Final = ("messages", "tools", "input")
 _LONGEST_PROMPT: Final = 60_000  # bytes; a longer one rarely fits into the context
 _SAME: Final = ("max_tokens", "n", "stream")
+
+
+_numbers = itertools.count()
 
 
 class HostileRequest(NamedTuple):
@@ -44,13 +48,18 @@ def request(name: str, route: str, **fields: Any) -> HostileRequest:
 
     Its control has the same prompt, or a message about as long as the messages and tools, and the same length
     and number of replies. It has a short message where these are too long for the context, since no prompt
-    is computed for them.
+    is computed for them. Each control begins with a number of its own, since the state of equal prompts would
+    be found.
     """
+    start = f"{next(_numbers):07} "
     body = json.dumps({"model": MODEL, **fields}).encode()
     num_bytes = sum(len(json.dumps(fields[key])) for key in _IN_PROMPT if key in fields)
     num_words = num_bytes // len(_WORD) if num_bytes < _LONGEST_PROMPT else 8
-    message = {"role": "user", "content": _WORD * num_words}
-    prompt = {"prompt": fields["prompt"]} if "prompt" in fields else {"messages": [message]}
+    message = {"role": "user", "content": start + _WORD * num_words}
+    prompt = {"messages": [message]}
+    if "prompt" in fields:
+        given = fields["prompt"]
+        prompt = {"prompt": start + given[len(start) :] if isinstance(given, str) else given}
     same = {key: fields[key] for key in _SAME if key in fields}
     same["max_tokens"] = max(1, same.get("max_tokens", fields.get("max_output_tokens", 64)))
     control = json.dumps({"model": MODEL, **prompt, **same}).encode()

@@ -26,6 +26,7 @@ _BODY: Final = {
     "temperature": 0.0,
     "ignore_eos": True,
     "stream": True,
+    "logprobs": True,  # otherwise tokens without text, such as half a character, have no piece
 }
 
 
@@ -33,9 +34,11 @@ class Gaps(NamedTuple):
     """The gaps between the pieces of a stream, in ms.
 
     Attributes:
-      num, p50_ms, p99_ms, max_ms: their number, median, 99th percentile and maximum.
+      num, p50_ms, p99_ms, max_ms: their number, median, 99th percentile and maximum. They are between tokens
+        of one reply.
       texts: number of different texts among the stream's replies; they have the same prompt and no sampling.
       failures: what ended streams early.
+      first_ms: the longest time to a first token. A prompt waits for those before it, however harmless.
     """
 
     num: int
@@ -44,6 +47,7 @@ class Gaps(NamedTuple):
     max_ms: float
     texts: int
     failures: tuple[str, ...]
+    first_ms: float = 0.0
 
 
 class StreamWatcher:
@@ -62,8 +66,8 @@ class StreamWatcher:
     def take(self) -> Gaps:
         """Return the gaps since the last call."""
         self._here.send(True)
-        arrivals, texts, failures = self._here.recv()
-        return gaps_of(arrivals, texts, failures)
+        arrivals, firsts, texts, failures = self._here.recv()
+        return gaps_of(arrivals, texts, failures)._replace(first_ms=1e3 * max(firsts, default=0.0))
 
     def __enter__(self) -> Self:
         return self
@@ -87,11 +91,13 @@ def gaps_of(arrivals: Sequence[Sequence[float]], texts: int = 1, failures: Seque
 def _watch(host: str, port: int, pipe: Connection) -> None:
     """Stream chats one after the other, and answer each message with what arrived since the last one."""
     arrivals: list[list[float]] = []
+    firsts: list[float] = []
     texts: set[str] = set()
     failures: list[str] = []
     has_begun = False
     while True:
         connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+        began_s = time.monotonic()
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/v1/chat/completions", json.dumps(_BODY), headers)
@@ -105,20 +111,25 @@ def _watch(host: str, port: int, pipe: Connection) -> None:
             for line in answer:
                 if not line.startswith(b"data: {"):
                     continue
-                times.append(time.monotonic())
+                now_s = time.monotonic()
                 piece = json.loads(line.removeprefix(b"data: "))
                 if "error" in piece:
                     failures.append(str(piece["error"])[:200])
                     break
+                if not times and not any(choice["logprobs"] for choice in piece["choices"]):
+                    continue  # the piece before the first token
+                if not times:
+                    firsts.append(now_s - began_s)
+                times.append(now_s)
                 parts += [choice["delta"].get("content") or "" for choice in piece["choices"]]
                 if not has_begun:
                     has_begun = True
                     pipe.send(True)
                 if pipe.poll():
                     pipe.recv()
-                    pipe.send((arrivals, len(texts), failures))
+                    pipe.send((arrivals, firsts, len(texts), failures))
                     times = [times[-1]]
-                    arrivals, failures = [times], []
+                    arrivals, firsts, failures = [times], [], []
                     # `texts` stays: a reply that differs from an earlier one counts.
             else:
                 texts.add("".join(parts))
@@ -129,5 +140,5 @@ def _watch(host: str, port: int, pipe: Connection) -> None:
             connection.close()
         if pipe.poll():
             pipe.recv()
-            pipe.send((arrivals, len(texts), failures))
-            arrivals, failures = [], []
+            pipe.send((arrivals, firsts, len(texts), failures))
+            arrivals, firsts, failures = [], [], []

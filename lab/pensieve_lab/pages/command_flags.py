@@ -55,8 +55,8 @@ def read_flags(command: str) -> dict[str, str]:
 
 
 def runs(command: str, program: str) -> bool:
-    """Return whether a command runs a program, as a file or as a module."""
-    return re.search(rf"(?<![\w-]){program}(?![\w-])", command) is not None
+    """Return whether a command runs a program, as a file or as a module; a flag's value does not count."""
+    return re.search(rf"(?<![\w=-]){program}(?![\w-])", command) is not None
 
 
 def system_faults(system: Mapping[str, Any], command: str) -> Iterator[str]:

@@ -38,7 +38,7 @@ from pensieve_jax.commands.cost_plot import check_can_plot
 from pensieve_jax.commands.engine_flags import num_bytes, shows_progress
 from pensieve_jax.commands.launch import run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
-from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES
+from pensieve_jax.config import NUM_BUCKETS_GPU, POLICIES, PROMPT_ORDERS
 from pensieve_jax.cost_choice import shipped_costs
 from pensieve_lab.common.live_figures import LiveFigures
 from pensieve_lab.common.session_flags import define_session_flags, load_trace, rates, sessions
@@ -82,6 +82,8 @@ _SETTINGS = (
         "chunk_tokens",
         "max_num_running",
         "max_num_batched_tokens",
+        "prompt_order",
+        "target_tpot_ms",
         "prompt_steps",
     ),
     *("max_num_buckets", "max_context_tokens", "unified", "stretches"),
@@ -130,6 +132,8 @@ def engine_config(profile: DeviceProfile) -> EngineConfig:
         scheduler=SchedulerConfig(
             max_num_running=FLAGS.max_num_running,
             max_num_batched_tokens=FLAGS.max_num_batched_tokens,
+            prompt_order=FLAGS.prompt_order,
+            target_tpot_ms=FLAGS.target_tpot_ms,
             prompt_steps=FLAGS.prompt_steps,
             max_num_buckets=FLAGS.max_num_buckets,
             max_context_tokens=FLAGS.max_context_tokens,
@@ -318,6 +322,17 @@ def define_flags() -> None:
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens per page: 16, 32 or 64.")
     flags.DEFINE_integer("max_num_running", 256, "Maximum running requests.")
     flags.DEFINE_integer("max_num_batched_tokens", 2048, "Maximum query tokens per step.")
+    flags.DEFINE_enum(
+        "prompt_order",
+        SchedulerConfig.prompt_order,
+        PROMPT_ORDERS,
+        "Which prompt of the batch a step computes first.",
+    )
+    flags.DEFINE_float(
+        "target_tpot_ms",
+        SchedulerConfig.target_tpot_ms,
+        "Milliseconds per later token that running replies should take; steps follow it.",
+    )
     flags.DEFINE_integer(
         "prompt_steps",
         SchedulerConfig.prompt_steps,

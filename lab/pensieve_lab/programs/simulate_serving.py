@@ -7,15 +7,18 @@ and more (docs/formats.md has the list); the format is guessed from the fields. 
 of the trace by three systems: `stateless` recomputes every history, `pensieve-gpu` keeps the KV cache in
 device memory alone, and `pensieve` in device and host memory, of several sizes. The first lines say what that
 saves: GPU time, prefill, first tokens, and requests per second within the target of `--level_ms` and
-`--first_token_ms`. For the latter, each system serves steady loads of `--tries` rates. Tables show what each
-memory brings, how long answers took and where histories were found. `--plot` draws them. The last line is one
-JSON document (see `--json`).
+`--first_token_ms`. Tables show what each memory brings, how many requests per second and GPUs follow from it,
+how long answers took and where histories were found. `--plot` draws them. The last line is one JSON document
+(see `--json`).
+
+Requests per second come from steady loads, without state and with three sizes of memory. The rate of each is
+raised until a load misses the target, then `--tries` loads narrow the interval. The table shows both ends.
 
 Settings that are not given are chosen and printed. The part has as many conversations as the stateless system
 answers within `--level_ms` per token on average (`--share`), of at most about `--max_turns` turns. If the
 trace has no arrivals, its conversations begin at a rate (`--rate`) that needs 70% of the GPU without state.
 If even a few conversations take longer, that is printed. The device's memory is an eighth of their KV cache,
-at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Loads have a whole GPU's 40 GB.
+at most the 40 GB of the paper, and the host's 1, 2 and 4 times that. Steady loads have a whole GPU's 40 GB.
 Scheduler, cache and eviction order are the engine's own, in virtual time: a step and a copy take the time in
 `--profile`. `programs.simulate` sweeps loads, policies and replicas.
 """
@@ -41,7 +44,15 @@ from pensieve_lab.common.systems import PENSIEVE, PENSIEVE_GPU, STATELESS, syste
 from pensieve_lab.common.trace_files import TOKENIZER_HELP, WORDS, read_trace_file
 from pensieve_lab.experiments.machines import find_profile, profile_help
 from pensieve_lab.experiments.recompute import cost_model
-from pensieve_lab.simulation.capacity import USUAL_SHARE, Load, Target, greatest_rate, load_at, usual_rate
+from pensieve_lab.simulation.capacity import (
+    USUAL_SHARE,
+    Figures,
+    Load,
+    Target,
+    greatest_rate,
+    load_at,
+    usual_rate,
+)
 from pensieve_lab.simulation.memory import (
     GPU_BYTES,
     Memory,
@@ -60,14 +71,16 @@ from pensieve_lab.simulation.savings import (
     headline,
     load,
     memory_table,
+    request_table,
     savings_table,
-    smallest_good,
 )
 from pensieve_lab.simulator import DeviceProfile, Scenario, figures, simulate
 from pensieve_lab.workload import FORMATS, Session, Trace, cap_context, from_first_arrival
 from pensieve_lab.workload import UNITS as SIMULATOR_UNITS
 
 FLAGS = flags.FLAGS
+_FIRST_STEP, _NEXT_STEP = 2.0, 1.4  # factors of the rate, without and with a neighbour's rate
+_MAX_SYSTEMS = 4  # whose greatest loads are found
 _LONG_CONTEXT_TOKENS = 16_384  # context from which pages are larger
 _SETTINGS = (
     "level_ms",
@@ -100,9 +113,9 @@ class Servers:
         """Serve until the last answer; raises ConfigError for memory that does not hold one context."""
         return SystemResult(name=name, memory=memory, figures=self._figures(name, memory, sessions, title))
 
-    def at_load(self, name: str, memory: Memory, load: Load) -> dict[str, Any]:
+    def at_load(self, name: str, memory: Memory, load: Load, title: str) -> dict[str, Any]:
         """Return the figures of a load's window."""
-        return self._figures(name, memory, load.sessions, f"{name}: a load within the target", load)
+        return self._figures(name, memory, load.sessions, title, load)
 
     def _figures(
         self,
@@ -180,19 +193,29 @@ def measure(servers: Servers, part: Part, token_bytes: int) -> Iterator[SystemRe
 def at_target(
     servers: Servers, sampler: Sampler, part: Part, served: Sequence[SystemResult], target: Target
 ) -> Iterator[AtTarget]:
-    """Yield the greatest loads within the target, without state and with the smallest good memory."""
-    rate_per_s = USUAL_SHARE * len(part.sessions) / max(served[0].figures["device_busy_s"], 1e-9)
-    memory = _whole_gpu(smallest_good(served).memory)
-    for name in (STATELESS, PENSIEVE if memory.cpu_bytes else PENSIEVE_GPU):
+    """Yield the greatest loads within the target: without state, on the device, and with most and least host.
 
-        def figures_at(rate_per_s: float, name: str = name) -> dict[str, Any]:
-            return servers.at_load(name, memory, load_at(sampler, part, rate_per_s))
+    A system whose loads all miss the target is left out.
+    """
+    rate_per_s, step = (
+        USUAL_SHARE * len(part.sessions) / max(served[0].figures["device_busy_s"], 1e-9),
+        _FIRST_STEP,
+    )
+    systems = served if len(served) <= _MAX_SYSTEMS else [*served[: _MAX_SYSTEMS - 1], served[-1]]
+    for number, one in enumerate(systems, start=1):
+        memory = _whole_gpu(one.memory)
+        title = f"requests/s: {one.name} ({number} of {len(systems)})"
 
-        found = greatest_rate(figures_at, target, rate_per_s, FLAGS.tries)
-        if found is None:
-            return
-        rate_per_s = found[0]
-        yield AtTarget(name, memory, rate_per_s, found[1]["requests_per_s"])
+        def figures_at(
+            rate_per_s: float, name: str = one.name, memory: Memory = memory, title: str = title
+        ) -> Figures:
+            return servers.at_load(name, memory, load_at(sampler, part, rate_per_s), title)
+
+        found = greatest_rate(figures_at, target, rate_per_s, FLAGS.tries, step)
+        if found is not None:
+            rate_per_s, step = found.rate_per_s, _NEXT_STEP  # more memory serves as much at least
+            missed = None if found.missed is None else found.missed["requests_per_s"]
+            yield AtTarget(one.name, memory, found.rate_per_s, found.figures["requests_per_s"], missed)
 
 
 def _whole_gpu(memory: Memory) -> Memory:
@@ -267,10 +290,12 @@ def main() -> int:
     part = find_part(sampler, servers, profile.kv_token_bytes)
     target = Target(FLAGS.level_ms, FLAGS.first_token_ms)
     served = list(measure(servers, part, profile.kv_token_bytes))
-    loads = list(at_target(servers, sampler, part, served, target))
+    loads = list(at_target(servers, sampler, part, served, target)) if FLAGS.tries else []
     print(headline(served, loads, str(target)), end="\n\n")
     print(described(whole, format, part, profile.kv_token_bytes), end="\n\n")
     print(memory_table(served), end="\n\n")
+    if loads:
+        print(f"within {target}, one GPU answers:\n{request_table(loads)}", end="\n\n")
     report(profile, trace, format, part, served, loads, plot)
     return 0
 
@@ -323,9 +348,12 @@ def define_flags() -> None:
     flags.DEFINE_float("level_ms", 100.0, "Target: maximum mean ms/token, arrival to last token.")
     flags.DEFINE_float("first_token_ms", None, "Target: maximum mean ms to the first token; default: none.")
     flags.DEFINE_integer(
-        "tries", 7, "Loads per system to find requests/s within the target; 0 finds none.", lower_bound=0
+        "tries",
+        1,
+        "Loads that narrow the interval of requests/s within the target; 0 finds none.",
+        lower_bound=0,
     )
-    flags.DEFINE_integer("max_turns", 2000, "Approximate maximum turns of the part, unless --share is given.")
+    flags.DEFINE_integer("max_turns", 1000, "Approximate maximum turns of the part, unless --share is given.")
     flags.DEFINE_float("time_scale", 1.0, "Factor of recorded arrivals and pauses.")
     flags.DEFINE_enum("policy", CacheConfig().policy, POLICIES, "Eviction policy.")
     flags.DEFINE_integer(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pensieve_jax.commands.report import table
+from pensieve_lab.common.systems import STATELESS
 from pensieve_lab.simulation.memory import Memory
 
 UNITS = {
@@ -20,7 +21,8 @@ UNITS = {
     "saved_prefill_share": "share of the stateless system's computed_tokens",
     "saved_gpu_s": "device seconds less than the stateless system",
     "saved_gpu_share": "saved_gpu_s / device_busy_s of the stateless system",
-    "at_target": "the greatest load of two systems within the target; empty: none was tried or kept it",
+    "at_target": "the greatest load of systems within the target; empty: none was tried or kept it",
+    "missed_requests_per_s": "of the least load that missed the target; null: none did",
     "share": "share of the trace's conversations that one GPU serves",
     "in_time": "whether the stateless system answers them within level_ms; null: not asked for",
     "rate_per_s": "conversations that arrive per second; null: as recorded",
@@ -82,20 +84,28 @@ class AtTarget:
       memory: memory for its KV cache.
       rate_per_s: conversations that begin per second.
       requests_per_s: requests that are answered per second.
+      missed_requests_per_s: the same of the least load that missed the target; None if none did.
     """
 
     name: str
     memory: Memory
     rate_per_s: float
     requests_per_s: float
+    missed_requests_per_s: float | None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the load as a JSON object."""
         memory = {"gpu_bytes": self.memory.gpu_bytes, "cpu_bytes": self.memory.cpu_bytes}
         rates = {"rate_per_s": self.rate_per_s, "requests_per_s": self.requests_per_s}
-        return {"system": self.name, **memory, **rates}
+        return {
+            "system": self.name,
+            **memory,
+            **rates,
+            "missed_requests_per_s": self.missed_requests_per_s,
+        }
 
 
+_MANY = 1000
 _NEARLY = 0.97
 _MOSTLY_IDLE = 0.25
 
@@ -144,11 +154,11 @@ def headline(served: Sequence[SystemResult], loads: Sequence[AtTarget], target: 
         f"  prefill: {saved['saved_prefill_share']:.0%} of the prefilled tokens",
         f"  time to first token: {first[1]:,.0f} ms on average instead of {first[0]:,.0f}",
     ]
-    if len(loads) == 2:
-        without, kept = (one.requests_per_s for one in loads)
+    if len(loads) > 1 and loads[0].name == stateless.name:
+        most, without = max(loads[1:], key=lambda one: one.requests_per_s), loads[0].requests_per_s
         lines.append(
-            f"  requests: with {loads[1].memory}, one GPU answers {kept:.3g} a second instead of "
-            f"{without:.3g} ({kept / without:.2f} times) within {target}"
+            f"  requests: with {most.memory}, one GPU answers {most.requests_per_s:.3g} a second instead of "
+            f"{without:.3g} ({most.requests_per_s / without:.2f} times) within {target}"
         )
     return "\n".join(lines)
 
@@ -167,6 +177,23 @@ def memory_table(served: Sequence[SystemResult]) -> str:
             ]
         )
     return table(("memory for the KV cache", "prefill saved", "GPU time saved", "first token ms"), rows)
+
+
+def request_table(loads: Sequence[AtTarget]) -> str:
+    """Format the requests per second of each memory within the target, and the GPUs that a load needs."""
+    base = loads[0]
+    rows = [
+        [
+            "none" if one.name == STATELESS else str(one.memory),
+            f"{one.requests_per_s:.3g}",
+            "-" if one.missed_requests_per_s is None else f"{one.missed_requests_per_s:.3g}",
+            f"{one.requests_per_s / base.requests_per_s:.2f}",
+            f"{_MANY / one.requests_per_s:,.3g}",
+        ]
+        for one in loads
+    ]
+    columns = ("memory for the KV cache", "requests/s", "missed at", "times", f"GPU s per {_MANY:,} requests")
+    return table(columns, rows)
 
 
 def answer(served: Sequence[SystemResult]) -> str:

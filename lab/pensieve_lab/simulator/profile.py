@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pensieve_jax.core.errors import ConfigError
+from pensieve_lab.simulator.attention_tiles import TileCosts
 
 SOURCES = ("measured", "derived")
 LAUNCHES = ("jaxlib", "engine")
@@ -47,6 +48,7 @@ class StepCosts:
       span_s: time per token of the longest context: the serial part of attention, visible with few rows.
       step_s: fixed time of everything else in a step.
       padded_token_s: time of everything else per padded token.
+      tiles: attention of prompts by tiles, which replaces `pair_s`; None in profiles without it.
     """
 
     weight_read_s: float
@@ -59,6 +61,7 @@ class StepCosts:
     span_s: float
     step_s: float
     padded_token_s: float
+    tiles: TileCosts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +178,10 @@ class DeviceProfile:
     def keeping(self, kv_token_bytes: int, *, rate: float = 1.0) -> Self:
         """Return a copy with another KV cache size per token; steps read `rate` times the bytes/s."""
         kv_read_s = self.step.kv_read_s * kv_token_bytes / self.kv_token_bytes / rate
-        step = dataclasses.replace(self.step, kv_read_s=kv_read_s)
+        tiles = self.step.tiles
+        if tiles is not None and kv_token_bytes < self.kv_token_bytes:
+            tiles = dataclasses.replace(tiles, block_s=tiles.block_s * (1 + tiles.stored_share))
+        step = dataclasses.replace(self.step, kv_read_s=kv_read_s, tiles=tiles)
         return dataclasses.replace(self, kv_token_bytes=kv_token_bytes, step=step)
 
     @classmethod
@@ -242,12 +248,17 @@ class _Reader:
 
     def _step(self, values: Mapping[str, Any]) -> StepCosts:
         part = self._part(values, "step")
-        costs = StepCosts(
-            **{field.name: self._number(part, field.name) for field in dataclasses.fields(StepCosts)}
-        )
+        names = [field.name for field in dataclasses.fields(StepCosts) if field.name != "tiles"]
+        tiles = self._tiles(part) if "tiles" in part else None
+        costs = StepCosts(**{name: self._number(part, name) for name in names}, tiles=tiles)
         if costs.overlap < 1:
             raise self._error("a profile whose step.overlap is at least 1", f"found {costs.overlap}")
         return costs
+
+    def _tiles(self, step: Mapping[str, Any]) -> TileCosts:
+        part = self._part(step, "tiles")
+        names = [field.name for field in dataclasses.fields(TileCosts)]
+        return TileCosts(**{name: self._number(part, name, above=0) for name in names})
 
     def _hosts(self, values: Mapping[str, Any]) -> dict[str, HostCosts]:
         part = self._part(values, "hosts")

@@ -5,7 +5,8 @@ layer, so they add up:
   dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
              maximum); arithmetic takes longer on a device that is hot from it;
   attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
-             rows together take at least the serial time of the longest context;
+             rows together take at least the serial time of the longest context. Profiles with tiles have the
+             time of the kernel's fullest program instead of arithmetic;
   the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
 Does not know: requests, pages, or what precedes and follows a step.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 
 from pensieve_jax.scheduler import bucket_for
+from pensieve_lab.simulator.attention_tiles import TileCosts
 from pensieve_lab.simulator.profile import StepCosts
 
 
@@ -98,7 +100,8 @@ class StepTime:
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
             heat = float(self.is_heating(bucket))
-        return self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket] + self._attention_s(load)
+        dense_and_rest_s = self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket]
+        return dense_and_rest_s + self._attention_s(load, bucket)
 
     def is_heating(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
@@ -124,10 +127,19 @@ class StepTime:
         dense_s: float = (read_s**power + compute_s**power) ** (1 / power)
         return dense_s + costs.step_s + costs.padded_token_s * num_tokens
 
-    def _attention_s(self, load: StepLoad) -> float:
+    def _attention_s(self, load: StepLoad, bucket: int) -> float:
         costs = self._costs
+        if costs.tiles is not None:
+            return self._tiled_attention_s(load, bucket, costs.tiles)
         work_s = costs.kv_read_s * load.num_single_kv
         for q_len, kv_len in load.rows:
             num_pairs = q_len * (kv_len - (q_len - 1) / 2)
             work_s += max(costs.kv_read_s * kv_len, costs.pair_s * num_pairs)
         return max(work_s, costs.span_s * load.longest_kv)
+
+    def _tiled_attention_s(self, load: StepLoad, bucket: int, tiles: TileCosts) -> float:
+        """Return the time of rows of one token, and of prompts by their tiles; the two run in sequence."""
+        work_s = self._costs.kv_read_s * load.num_single_kv
+        if not load.rows:
+            return max(work_s, self._costs.span_s * load.longest_kv)
+        return work_s * tiles.beside_share + tiles.seconds(load.rows, bucket)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lab.tests.simulator.workloads import make_sessions, serve, small_config
 from pensieve_jax.config import POLICIES
+from pensieve_jax.scheduler.step_target import StepTarget
 from pensieve_lab.simulator import replica as replica_module
 from tests.cache.helpers import learned_state_of
+
+
+def with_target(config):
+    """Return the configuration with small steps while replies take over 7.2 ms per later token."""
+    scheduler = dataclasses.replace(
+        config.scheduler,
+        max_num_batched_tokens=600,
+        token_buckets=(16, 64, 256, 600),
+        target_tpot_ms=7.2,
+    )
+    return dataclasses.replace(config, scheduler=scheduler)
+
 
 CONFIGS = {
     **{policy: small_config(policy=policy) for policy in POLICIES},
@@ -16,6 +31,9 @@ CONFIGS = {
     "ample": small_config(gpu_pages=400, cpu_pages=400, max_num_running=32),
     "tight": small_config(gpu_pages=26, cpu_pages=12),
     "no priority": small_config(retrieval_priority=False, prefetch=False),
+    "work left": small_config(prompt_order="work_left"),
+    "work left, tight": small_config(prompt_order="work_left", gpu_pages=26, cpu_pages=12),
+    "target": with_target(small_config(prompt_order="work_left", gpu_pages=200, max_num_running=32)),
 }
 
 
@@ -55,6 +73,20 @@ def test_equals_stepping_in_an_order_that_has_learned(seed):
 def test_equals_stepping_crowded_and_lonely(gap_s):
     """Turns queue all the time, or come one conversation at a time."""
     check_equal(CONFIGS["retention"], make_sessions(7, gap_s=gap_s))
+
+
+def test_equals_stepping_where_replies_are_over_and_within_a_target(monkeypatch):
+    """Both happen, although a run changes the lengths of its requests at its end only."""
+    are_over, mean_s = set(), StepTarget.mean_s
+
+    def noted(self, running):
+        found = mean_s(self, running)
+        are_over.add(found > self._target_s)
+        return found
+
+    monkeypatch.setattr(StepTarget, "mean_s", noted)
+    check_equal(CONFIGS["target"], make_sessions(7, gap_s=0.02))
+    assert are_over == {False, True}
 
 
 def test_equals_stepping_without_an_observer():

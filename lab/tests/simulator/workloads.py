@@ -19,7 +19,9 @@ MAX_CONTEXT_TOKENS = 400
 COSTS = AnalyticCostModel(16, num_weights=0, attention_width=1)
 
 
-def small_config(*, stateful: bool = True, max_num_running: int = 6, **cache: Any) -> EngineConfig:
+def small_config(
+    *, stateful: bool = True, max_num_running: int = 6, prompt_order: str = "arrival", **cache: Any
+) -> EngineConfig:
     """Make a configuration with room for a few conversations, with chunks of 16 tokens."""
     sizes: dict[str, Any] = {"gpu_pages": 40, "cpu_pages": 30, "chunk_tokens": 16}
     return EngineConfig(
@@ -30,6 +32,7 @@ def small_config(*, stateful: bool = True, max_num_running: int = 6, **cache: An
             max_num_batched_tokens=96,
             max_context_tokens=MAX_CONTEXT_TOKENS,
             max_num_buckets=3,
+            prompt_order=prompt_order,
         ),
         runner=RunnerConfig(max_num_staged_pages=4),
     )

@@ -17,6 +17,7 @@ from typing import Any, Final
 from pensieve_jax.core.errors import InvalidRequestError, PensieveError
 from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.sampling_params import MESSAGES, SamplingParams, taken_fields
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.server.anthropic.context import context_of
 from pensieve_jax.server.anthropic.errors import error_body, error_reply
 from pensieve_jax.server.anthropic.models import VERSION_HEADER
@@ -49,6 +50,7 @@ from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.turns.tool_choice import error_of_calls, form_fields, with_choice
 from pensieve_jax.server.workers import run_cpu
 from pensieve_jax.text.replies import call_id, new_parser
+from pensieve_jax.text.reply_forms import with_form
 from pensieve_jax.text.reply_parser import ReplyParser
 
 _VERSIONS: Final = ("2023-06-01", "2026-10-21")
@@ -107,8 +109,14 @@ class MessageContext:
 
     _form_fields: Mapping[str, str] = MappingProxyType({})
 
-    def __init__(self, call: HttpRequest, body: ContextFields, keyed: KeyedRequest | None = None) -> None:
-        """Check the decoded body as a whole; raise ApiError."""
+    def __init__(
+        self,
+        call: HttpRequest,
+        body: ContextFields,
+        keyed: KeyedRequest | None = None,
+        form: StructuredOutput | None = None,
+    ) -> None:
+        """Check the decoded body as a whole; raise ApiError. `form` is that of the reply."""
         body.check()
         context = context_of(body)
         chat_format = call.services.chat_format
@@ -119,6 +127,7 @@ class MessageContext:
         try:
             self._choice = choice_of(body, context)
             template_input = template_input_of(body, context, chat_format, self._choice)
+            template_input = with_form(template_input, form)
         except InvalidRequestError as error:
             raise self._as_api_error(error) from error
         self._turns = MessageTurns(
@@ -152,7 +161,7 @@ class NewMessage(MessageContext):
         self, call: HttpRequest, body: MessagesBody, asked: AskedForm, keyed: KeyedRequest | None = None
     ) -> None:
         """Check the decoded body as a whole; raise ApiError. `asked` is the form of its reply."""
-        super().__init__(call, body, keyed)
+        super().__init__(call, body, keyed, asked.form)
         self._body = body
         self._services = call.services
         self._wait = call.unless_gone

@@ -80,12 +80,16 @@ class PastTurn:
         )
         texts += 4 * (len(self.prompt_token_ids) + len(self.output_token_ids))
         own = self.template_input
-        others = 0 if own == NO_INPUT else _num_bytes([*own.tools, own.arguments, own.prefill])
+        others = (
+            0 if own is NO_INPUT or own == NO_INPUT else _num_bytes([*own.tools, own.arguments, own.prefill])
+        )
         return _TURN_BYTES + _MESSAGE_BYTES * len(messages) + texts + others
 
 
 def _num_bytes(value: Any) -> int:
     """Return the estimated memory use of a JSON value, which may be nested deeper than Python's stack."""
+    if isinstance(value, str):
+        return sys.getsizeof(value)
     waiting, num_bytes = [value], 0
     while waiting:
         one = waiting.pop()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
@@ -25,6 +27,9 @@ from pensieve_jax.text.grammar import Grammar, Grammars
 _log = logging.getLogger(__name__)
 MAX_COMPILING: Final = 16
 _NUM_THREADS: Final = 2
+_NICENESS: Final = 10
+"""What is added to the threads' niceness: on few cores, steps and the front end come first."""
+_HIGHEST_NICENESS: Final = 19
 
 
 type Compiled = Mapping[StructuredOutput, Grammar | PensieveError]
@@ -55,7 +60,9 @@ class CompilingTurns:
         self._grammars = grammars
         self._watch = watch
         self._sockets: tuple[socket.socket, socket.socket] | None = None
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(
+            _NUM_THREADS, thread_name_prefix="grammar", initializer=_let_others_go_first
+        )
         self._held: list[_Held] = []
         self._compiling: dict[StructuredOutput, Future[Grammar]] = {}
 
@@ -75,11 +82,12 @@ class CompilingTurns:
         Raises the error of a form that cannot be compiled, and GrammarQueueFullError if too many grammars are
         compiling.
         """
-        if self._grammars is None:
+        forms = dict.fromkeys([form for form in asked if form is not None])
+        if self._grammars is None or not forms:
             return {}
         found: dict[StructuredOutput, Grammar] = {}
         missing: list[StructuredOutput] = []
-        for form in dict.fromkeys(form for form in asked if form is not None):
+        for form in forms:
             grammar = known.get(form) or self._grammars.kept(form)
             if isinstance(grammar, PensieveError):
                 raise grammar
@@ -102,6 +110,11 @@ class CompilingTurns:
             future.add_done_callback(self._notify)
         self._held.append(_Held(message, found, {form: self._compiling[form] for form in missing}))
         return None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any grammar was compiled here; `take_ready` yields nothing before."""
+        return self._sockets is not None
 
     def forget(self, message: Submit) -> None:
         """Hold a message no more. Grammars that only it waits for are not compiled, if that has not begun."""
@@ -142,6 +155,13 @@ class CompilingTurns:
         with contextlib.suppress(BlockingIOError):
             while self._sockets[0].recv(4096):
                 pass
+
+
+def _let_others_go_first() -> None:
+    """Lower the priority of the calling thread; only Linux has one for each thread."""
+    if sys.platform == "linux":
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+        os.setpriority(os.PRIO_PROCESS, 0, min(niceness, _HIGHEST_NICENESS))
 
 
 def _result(compiled: Future[Grammar]) -> Grammar | PensieveError:

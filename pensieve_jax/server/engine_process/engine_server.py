@@ -29,6 +29,7 @@ from pensieve_jax.core.errors import (
     PensieveError,
     StepFailedError,
 )
+from pensieve_jax.core.outputs import Output
 from pensieve_jax.core.turn_node import TurnNode
 from pensieve_jax.decoding.turn_spec import TurnSpec
 from pensieve_jax.engine.engine import Engine
@@ -71,6 +72,7 @@ from pensieve_jax.text import Tokenizer
 
 _READ_BYTES = 1 << 16
 _MAX_READS = 16  # between two steps
+_MANY_LOGPROBS = 128  # of a reply, each with up to 20 others
 _MAX_UNSENT = 10_000  # unsent answers and endings; above it, nothing more is read from the front end
 _BEAT_S = 1.0
 _LOCK_RETRY_S = 0.05  # between two attempts of a change that waits for another program's lock
@@ -122,6 +124,7 @@ class EngineServer:
         # The rest of a message that the socket has accepted only in part.
         self._unsent = memoryview(b"" if info is None else self._writer.frame(Ready(info)))
         self._report = Report()  # the next report, still without deltas
+        self._parts: deque[bytes | bytearray] = deque()  # frames of long endings, one for each report
         self._numbers: dict[Turn, int] = {}
         self._turns: dict[int, Turn] = {}  # a turn without a reference would be cancelled
         # Turns whose grammars are still compiled, each with the message that submits it.
@@ -166,9 +169,11 @@ class EngineServer:
         if not engine.has_unfinished:
             self._wait()
         self._take_inbox()
-        self._retry_calls()
-        for message, compiled in self._compiling.take_ready():
-            self._submit(message, compiled)
+        if self._calls:
+            self._retry_calls()
+        if self._compiling.has_begun:
+            for message, compiled in self._compiling.take_ready():
+                self._submit(message, compiled)
         if engine.has_unfinished or self._may_copy:
             self._may_copy = False
             for turn in engine.step():
@@ -193,7 +198,7 @@ class EngineServer:
     def _wait(self) -> None:
         """Wait until the front end sends data, can read unsent data, or the next heartbeat is due."""
         events = select.POLLIN if self._is_listening else 0
-        if self._unsent:
+        if self._unsent or self._parts:
             events |= select.POLLOUT
         self._poll.modify(self._front, events)
         left_s = self._beat_s + _BEAT_S - self._now()
@@ -203,7 +208,8 @@ class EngineServer:
 
     @property
     def _is_listening(self) -> bool:
-        return len(self._report.answers) + len(self._report.endings) + len(self._calls) < _MAX_UNSENT
+        num_ended = len(self._report.answers) + len(self._report.endings) + len(self._parts)
+        return num_ended + len(self._calls) < _MAX_UNSENT
 
     def _take_inbox(self) -> None:
         for _ in range(_MAX_READS):
@@ -334,7 +340,7 @@ class EngineServer:
 
     def _retry_calls(self) -> None:
         """Answer the waiting calls in order, as far as locks allow."""
-        if not self._calls or self._now() < self._next_try_s:
+        if self._now() < self._next_try_s:
             return
         while self._calls and self._answer(self._calls[0]):
             self._calls.popleft()
@@ -359,7 +365,13 @@ class EngineServer:
         output = turn.output if error is None else None
         if output is not None and output.finish_reason != "cancelled":
             self._counted -= _background_response(turn.reply.node)
-        self._report.endings.append(Ending(number, output, error))
+        ending = Ending(number, output, error)
+        # An ending can have megabytes. The deltas and short endings of other turns go between its parts.
+        parts = self._writer.parts(Report(endings=[ending])) if _may_be_long(output) else []
+        if len(parts) > 1:
+            self._parts += parts
+        else:
+            self._report.endings.append(ending)
 
     def _sent(self, error: PensieveError) -> SentError:
         """Return an error to send; those that clients get no details of are also logged.
@@ -396,7 +408,10 @@ class EngineServer:
             self._failure_log.note(error)
 
     def _tell(self) -> None:
-        """Send a report if there is news and the previous report is completely sent."""
+        """Send a report if there is news and the previous report is completely sent.
+
+        A part of a long ending goes with it.
+        """
         if self._unsent:
             self._send()
         if self._unsent:
@@ -405,10 +420,13 @@ class EngineServer:
         deltas = self._engine.take_deltas()
         if deltas.turns:
             self._add_deltas(report, deltas)
-        elif not (report.endings or report.accepted or report.answers or report.stats):
+        elif not (report.endings or report.accepted or report.answers or report.stats or self._parts):
             return
         self._report = Report()
-        self._unsent = memoryview(self._writer.frame(report))
+        frame = self._writer.frame(report)
+        if self._parts:
+            frame += self._parts.popleft()
+        self._unsent = memoryview(frame)
         self._send()
 
     def _add_deltas(self, report: Report, deltas: Deltas) -> None:
@@ -417,7 +435,9 @@ class EngineServer:
         report.texts, report.token_ids = deltas.texts, deltas.token_ids
         report.logprobs = {numbers[turn]: logprobs for turn, logprobs in deltas.logprobs.items()}
         self._num_deltas += len(deltas.turns)
-        self._num_delta_tokens += sum(1 if isinstance(ids, int) else len(ids) for ids in deltas.token_ids)
+        self._num_delta_tokens += len(deltas.token_ids)
+        if list in map(type, deltas.token_ids):  # rarely: most steps have one new id for each turn
+            self._num_delta_tokens += sum(len(ids) - 1 for ids in deltas.token_ids if isinstance(ids, list))
 
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -426,6 +446,12 @@ class EngineServer:
             except ConnectionError:
                 self._front_left = True
                 self._unsent = memoryview(b"")
+
+
+def _may_be_long(output: Output | None) -> bool:
+    return output is not None and (
+        output.prompt_logprobs is not None or len(output.logprobs or ()) > _MANY_LOGPROBS
+    )
 
 
 def _background_response(node: TurnNode | None) -> set[tuple[str, str]]:

@@ -230,7 +230,7 @@ def sent_spec(number: int, spec: TurnSpec) -> SentTurn:
         None if prefix is None else _sent_prefix(prefix),
         None if node is None else _sent_node(node),
         spec.keep,
-        None if spec.template_input == NO_INPUT else spec.template_input,
+        None if spec.template_input is NO_INPUT or spec.template_input == NO_INPUT else spec.template_input,
     )
 
 

@@ -89,13 +89,14 @@ class RunningTurn:
 
     async def __anext__(self) -> AsyncDelta:
         """Return the output since the last call; raises the turn's error once all earlier output was read."""
-        while not self._unread:
+        unread = self._unread
+        while not unread.steps:
             if self._error is not None:
                 raise self._error
             if self._output is not None:
                 raise StopAsyncIteration
             await self._connection.wait_for_change(self.number)
-        return self._unread.take()
+        return unread.take()
 
     async def result(self) -> Output:
         """Wait for the end, whether or not the deltas were read; raises the turn's error."""
@@ -122,7 +123,10 @@ class RunningTurn:
             return
         self._num_chars += len(text)
         self._num_ids += num_ids
-        self._unread.add(text, ids, logprobs)
+        if logprobs:
+            self._unread.add(text, ids, logprobs)
+        else:
+            self._unread.steps.append((text, ids, None))
 
     def accept(self) -> None:
         """Mark the turn as queued by the engine."""

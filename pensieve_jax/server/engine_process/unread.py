@@ -6,7 +6,6 @@ Does not know: turns, engines, or who reads.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,34 +20,42 @@ class UnreadOutput:
     """Unread output by steps, in order.
 
     Attributes:
+      steps: text, ids and log-probabilities of each step; an id alone stands for a list of one.
       num_entries: number of its log-probabilities, alternatives included.
     """
 
-    __slots__ = ("_has_logprobs", "_steps", "num_entries")
+    __slots__ = ("_has_logprobs", "num_entries", "steps")
 
     def __init__(self, *, has_logprobs: bool) -> None:
         self._has_logprobs = has_logprobs
-        self._steps: deque[tuple[str, int | Sequence[int], Sequence[TokenLogprob] | None]] = deque()
+        self.steps: list[tuple[str, int | Sequence[int], Sequence[TokenLogprob] | None]] = []
         self.num_entries = 0
 
     def __bool__(self) -> bool:
         """Return whether there is any."""
-        return bool(self._steps)
+        return bool(self.steps)
 
     def add(self, text: str, ids: int | Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> None:
         """Append the output of a step, which must not be empty."""
-        self._steps.append((text, ids, logprobs))
+        self.steps.append((text, ids, logprobs))
         if logprobs:
             self.num_entries += num_entries(logprobs)
 
     def take(self) -> AsyncDelta:
         """Remove all of it, or as many steps as have `MAX_ENTRIES`, and return them as one delta."""
+        steps = self.steps
+        if len(steps) == 1 and not self.num_entries:  # most deltas of a client that reads
+            ((text, more, _),) = steps
+            steps.clear()
+            one = (more,) if isinstance(more, int) else tuple(more)
+            return AsyncDelta(text, one, () if self._has_logprobs else None)
         texts: list[str] = []
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         num_before = self.num_entries
-        while self._steps and num_before - self.num_entries < MAX_ENTRIES:
-            text, more, scores = self._steps.popleft()
+        for text, more, scores in steps:
+            if num_before - self.num_entries >= MAX_ENTRIES:
+                break
             texts.append(text)
             if isinstance(more, int):
                 ids.append(more)
@@ -57,4 +64,5 @@ class UnreadOutput:
             if scores:
                 logprobs += scores
                 self.num_entries -= num_entries(scores)
+        del steps[: len(texts)]
         return AsyncDelta("".join(texts), tuple(ids), tuple(logprobs) if self._has_logprobs else None)

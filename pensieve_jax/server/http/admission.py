@@ -164,6 +164,10 @@ class TurnAdmission:
         """Return the number of turns of a key, waiting or running."""
         return self._in_flight.get(owner, 0)
 
+    def has_share(self, owner: str, num_turns: int = 1) -> bool:
+        """Return whether a key may have `num_turns` more now. Without keys, any number."""
+        return not self._has_keys or self.in_flight(owner) + num_turns <= self._settings.max_in_flight_per_key
+
     def check_ready(self) -> None:
         """Raise ApiError 503 unless the engine accepts turns."""
         state = self._engine.state
@@ -197,8 +201,8 @@ class TurnAdmission:
         """Return a permit as `enter` does, or None if the turns would have to wait."""
         self.check_ready()
         self._check_possible(num_turns)
-        most = self._settings.max_in_flight_per_key
-        if self._has_keys and self.in_flight(owner) + num_turns > most:
+        if not self.has_share(owner, num_turns):
+            most = self._settings.max_in_flight_per_key
             sentence = f"A key may have {most} turns at a time; wait for one of them."
             raise rate_limited(sentence, self.retry_after_s())
         self._note_active(owner)

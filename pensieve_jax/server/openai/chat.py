@@ -49,6 +49,7 @@ from pensieve_jax.text.reply_events import (
     ReasoningText,
     ReplyEvent,
 )
+from pensieve_jax.text.reply_forms import with_form
 
 
 async def create_chat_completion(call: HttpRequest) -> HttpResponse:
@@ -94,6 +95,7 @@ class ChatCompletion:
             call.notes.ignored_fields += ("reasoning_effort",)
         if call.services.chat_format is not None:
             template_input = with_calls(template_input, call.services.chat_format, self._choice)
+        template_input = with_form(template_input, asked.form)
         self._turns = MessageTurns(
             call,
             messages,
@@ -300,5 +302,5 @@ def _choice(index: int, delta: bytes, logprobs: bytes = b"null", *, reason: str 
         index,
         delta,
         logprobs,
-        encode_json(reason),
+        b"null" if reason is None else encode_json(reason),
     )

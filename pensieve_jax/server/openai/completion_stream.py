@@ -109,7 +109,7 @@ async def _chunks(
                     choices = wire_format.last_choices(index, output)
                 else:
                     choices = wire_format.choices(index, delta)
-                chunks = b"".join(event(before + choice + after) for choice in choices)
+                chunks = b"".join([event(before + choice + after) for choice in choices])
                 if chunks:
                     yield chunks
     except (ApiError, PensieveError) as error:

@@ -25,7 +25,12 @@ def check_not_streamed(field: str, number: int | None, stream: bool | None) -> N
 
 
 def scored_by_the_first(params: Sequence[SamplingParams], number: int | None) -> list[SamplingParams]:
-    """Return the parameters of a prompt's choices; the first one scores the prompt for all of them."""
+    """Return the parameters of a prompt's choices; the first one scores the prompt for all of them.
+
+    `params` must not score the prompt; with None for `number`, the first one does not either.
+    """
+    if number is None:
+        return list(params)
     return [replace(one, prompt_logprobs=None if i else number) for i, one in enumerate(params)]
 
 

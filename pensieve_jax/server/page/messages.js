@@ -6,6 +6,7 @@ import { make, makeButton, onEnter } from "./dom.js";
 import { folded, ReplyBody, textOf } from "./reply.js";
 import { speedOf } from "./speed.js";
 
+const REST = 4; // a reply that grows is drawn for at most a fifth of the time
 const NEAR_PX = 80; // a reader this near to the end follows the reply
 
 export class Messages {
@@ -16,6 +17,7 @@ export class Messages {
     this.look = look;
     this.isBusy = false;
     this.frame = null; // of the next redraw of the reply that is streaming
+    this.restsUntilMs = 0;
   }
 
   /** Show a tree's path, or `greeting` (paragraphs) if the tree is empty. */
@@ -42,14 +44,20 @@ export class Messages {
     this.section.scrollTop = this.section.scrollHeight;
   }
 
-  /** Show the items so far of the reply that is streaming, with the next frame. */
+  /** Show the items so far of the reply that is streaming, with the next frame after a rest. */
   grow(items) {
-    this.frame ??= requestAnimationFrame(() => {
-      this.frame = null;
-      const { scrollTop, scrollHeight, clientHeight } = this.section;
-      this.running?.show(items, true);
-      if (scrollHeight - scrollTop - clientHeight < NEAR_PX) this.toEnd();
-    });
+    this.frame ??= requestAnimationFrame(() => this.#grow(items));
+  }
+
+  #grow(items) {
+    this.frame = null;
+    const beganMs = performance.now();
+    if (beganMs < this.restsUntilMs) return this.grow(items);
+    const { scrollTop, scrollHeight, clientHeight } = this.section;
+    this.running?.show(items, true);
+    if (scrollHeight - scrollTop - clientHeight < NEAR_PX) this.toEnd();
+    const endedMs = performance.now();
+    this.restsUntilMs = endedMs + REST * (endedMs - beganMs);
   }
 
   #stopGrowing() {

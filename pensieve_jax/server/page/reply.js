@@ -1,7 +1,7 @@
 // One reply: its reasoning and calls, folded, and its text. Its items are those of a response's `output`.
 
 import { make } from "./dom.js";
-import { markdown } from "./markdown.js";
+import { showMarkdown } from "./markdown.js";
 
 /** The text of a reply's messages. */
 export const textOf = (items) => items.filter((item) => item.type === "message").map(textOfItem).join("\n\n");
@@ -22,7 +22,7 @@ function argumentsOf(call) {
 const KINDS = {
   message: {
     make: () => make("div", "text"),
-    show: (element, item) => element.replaceChildren(markdown(textOfItem(item))),
+    show: (element, item) => showMarkdown(element, textOfItem(item)),
   },
   reasoning: {
     make: () => folded("reasoning", "thought"),

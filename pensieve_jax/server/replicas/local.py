@@ -5,8 +5,9 @@ Does not know: command lines, turns, or what the actors do.
 
 The first SIGTERM or Ctrl-C drains: the front end accepts no more turns, and running turns get `drain_s`
 seconds. During the start, when no turns run, the first signal ends the server immediately. The second signal
-ends everything at once. On SIGHUP, the front end reloads its keys. Serve restarts a front end or replica that
-dies. If Ray itself dies, the exit status is 1.
+ends everything at once. The exit status is that of `server.main`: 0 after SIGTERM, and 130 after Ctrl-C. On
+SIGHUP, the front end reloads its keys. Serve restarts a front end or replica that dies. If Ray itself dies,
+the exit status is 1.
 
 `ray.shutdown` ends Ray's processes. It is used instead of `serve.shutdown`, which waits up to half a minute
 for actors that still start.
@@ -19,6 +20,7 @@ import os
 import queue
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -34,7 +36,7 @@ from ray.serve.schema import ApplicationStatusOverview
 from pensieve_jax.core.errors import PensieveError
 from pensieve_jax.history.opening import check_reachable
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_ENDED
+from pensieve_jax.server.main import EXIT_AT_ONCE, EXIT_ENDED, EXIT_INTERRUPTED
 from pensieve_jax.server.replicas.plan import FLUSH_S, ReplicaPlan
 from pensieve_jax.server.replicas.serve_app import FRONT, REPLICA, application
 from pensieve_jax.server.replicas.startup import (
@@ -55,7 +57,7 @@ _RAY_ENVIRONMENT: Final = {
 }
 _LOGS: Final = "/tmp/ray/session_latest/logs"  # Ray's default, which docs/replicas.md names
 _POLL_S: Final = 0.2
-_KEYS_S: Final = 10.0
+_ANSWER_S: Final = 10.0
 _WATCH_S: Final = 2.0
 NEEDED: Final = ("gcs_server", "raylet")
 """Processes of Ray that Ray does not restart."""
@@ -86,22 +88,23 @@ def serve_replicas(plan: ReplicaPlan, settings: ServerSettings, announce: Callab
                 _log.info("Ray's processes log in %s", os.path.realpath(_LOGS))
                 _start(plan, settings, num_gpus, port)
         except KeyboardInterrupt:
-            return 0
+            return signals.drained
         except SystemExit as error:
             # During its start, Ray turns a SIGTERM into an exit with that signal's number.
             if signals.is_ending or error.code == signal.SIGTERM:
-                return 0
+                return signals.drained
             _log.error("the start stopped unexpectedly with status %s", error.code)
             return EXIT_ENDED
         except _NOT_STARTED as error:
             raise _not_started(error) from error
+        _log_memory(plan.replicas)
         announce(address)
         with monitoring(ReplicaMonitor(plan.replicas, _log.warning), _app_status, _WATCH_S):
             if not _wait_for_signal(signals):
                 return EXIT_ENDED
         _log.info("draining: running turns get %g s; a second signal ends them at once", settings.drain_s)
         _drain(settings.drain_s)
-    return 0
+    return signals.drained
 
 
 def _start(plan: ReplicaPlan, settings: ServerSettings, num_gpus: int, port: int) -> None:
@@ -182,9 +185,17 @@ def _warning(words: str) -> Iterator[None]:
         _log.warning("%s: %s", words, error)
 
 
+def _log_memory(num_replicas: int) -> None:
+    """Log what the KV cache of each replica takes. Replicas with equal lines share one."""
+    with _warning("the size of the KV caches is unknown"):
+        lines = serve.get_app_handle(APP).memory_in_words.remote().result(timeout_s=_ANSWER_S)
+        for line, count in Counter(lines).items():
+            _log.info("%d of %d replicas: %s", count, num_replicas, line)
+
+
 def _reload_keys() -> None:
     try:
-        problem = serve.get_app_handle(APP).reload_keys.remote().result(timeout_s=_KEYS_S)
+        problem = serve.get_app_handle(APP).reload_keys.remote().result(timeout_s=_ANSWER_S)
     except _UNREACHED as error:
         problem = f"the front end did not reload its keys: {error}"
     if problem is None:
@@ -267,12 +278,18 @@ class LocalSignals:
         # because the thread would already hold the Event's lock.
         self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._before: dict[int, Any] = {}
-        self._is_ending = self._interrupts = False
+        self._first: int | None = None  # of the signals that end the server
+        self._interrupts = False
+
+    @property
+    def drained(self) -> int:
+        """Exit status of a server that the first signal has ended."""
+        return EXIT_INTERRUPTED if self._first == signal.SIGINT else 0
 
     @property
     def is_ending(self) -> bool:
         """Whether a signal that ends the server was received."""
-        return self._is_ending
+        return self._first is not None
 
     def next(self, timeout_s: float) -> int | None:
         """Return the next unhandled signal, which may be SIGHUP, or None after `timeout_s` seconds."""
@@ -285,7 +302,7 @@ class LocalSignals:
     def interrupting(self) -> Iterator[None]:
         """Raise KeyboardInterrupt in the block at the first ending signal, or at once if it came before."""
         self._interrupts = True
-        if self._is_ending:
+        if self.is_ending:
             raise KeyboardInterrupt
         try:
             yield
@@ -309,10 +326,10 @@ class LocalSignals:
 
     def _tell(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:
-            if self._is_ending:
+            if self.is_ending:
                 kill_descendants()
                 os._exit(EXIT_AT_ONCE)
-            self._is_ending = True
+            self._first = number
         self._received.put(number)
-        if self._is_ending and self._interrupts:
+        if self.is_ending and self._interrupts:
             raise KeyboardInterrupt

@@ -99,6 +99,12 @@ class RoutedEngine:
         return 1
 
     @property
+    def memory_in_words(self) -> list[str]:
+        """A line about the KV cache of each replica that has an engine, in the order of the replicas."""
+        infos = [report.info for report in self._reports if report.info is not None]
+        return [info.description["cache"]["summary"] for info in infos]
+
+    @property
     def last_heard_s(self) -> float:
         """Seconds since the latest message of any engine."""
         silence_s = min((report.last_heard_s for report in self._reports), default=0.0)

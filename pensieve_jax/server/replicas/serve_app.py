@@ -188,6 +188,10 @@ class Front:
             await self._http.end()
         self._listener.close()
 
+    async def memory_in_words(self) -> list[str]:
+        """Return a line about the KV cache of each ready replica."""
+        return self._engine.memory_in_words
+
     async def reload_keys(self) -> str | None:
         """Reload the keys file. Return None, or the error, in which case the keys are unchanged."""
         try:

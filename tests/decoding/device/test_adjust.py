@@ -99,6 +99,26 @@ def test_masks_and_biases(num_devices):
     np.testing.assert_array_equal(found, np.where(allowed, expected, -np.inf))
 
 
+def test_the_planted_bug_of_bits_by_local_ids_is_found(monkeypatch):
+    """Each device would take the bits of the first one's ids."""
+    has_bits = adjust.has_bits
+    monkeypatch.setattr(adjust, "has_bits", lambda words, first_id, num_ids: has_bits(words, 0, num_ids))
+
+    def planted(num_devices):
+        split_over = make_mesh(num_devices) if num_devices > 1 else None
+
+        def run(*given):  # a function of its own, since programs are kept by function
+            return adjust.adjust.__wrapped__(*given, split_over=split_over)
+
+        return jax.jit(run), *programs_before(num_devices)[1:]
+
+    programs_before = programs
+    monkeypatch.setitem(globals(), "programs", planted)
+    test_masks_and_biases(1)
+    with pytest.raises(AssertionError):
+        test_masks_and_biases(2)
+
+
 def numpy_scores(logits, params, context_ids, reply_ids):
     """Return the scores of one row by the definition, in float32."""
     counts = np.bincount(np.array(reply_ids, int), minlength=VOCAB_SIZE)

@@ -227,6 +227,18 @@ def test_scores_choose_and_logits_have_the_probabilities(mode):
         np.testing.assert_array_equal(found.top_ids, run(logits, rows, mode).top_ids)
 
 
+def test_the_planted_bug_of_log_probabilities_of_masked_logits_is_found(monkeypatch):
+    sample = sampler.sample
+
+    def planted(logits, scores, *args, **kwargs):
+        return sample(scores, scores, *args, **kwargs)
+
+    monkeypatch.setattr(sampler, "sample", planted)
+    monkeypatch.setitem(globals(), "_compiled", _compiled.__wrapped__)
+    with pytest.raises(AssertionError):
+        test_scores_choose_and_logits_have_the_probabilities(SamplerMode())
+
+
 @pytest.mark.parametrize("count", [1, 16, 17, 20, 40])
 def test_the_most_likely_are_those_of_one_sort(count):
     """With ties, also at the end of a piece, and with fewer possible ids than are asked for."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
+import sys
 import threading
 from typing import cast
 
@@ -58,6 +60,28 @@ class HeldBack:
 
 def masked(form: StructuredOutput, max_tokens: int = 9) -> TurnSpec:
     return TurnSpec([5, 6], SamplingParams(max_tokens=max_tokens, structured=form, seed=1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_grammars_are_compiled_at_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise they take the cores of the steps."""
+    found: list[int] = []
+    compile_once = Grammars._compile
+
+    def noted(grammars: Grammars, form: StructuredOutput) -> object:
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return compile_once(grammars, form)
+
+    monkeypatch.setattr(Grammars, "_compile", noted)
+
+    async def work() -> None:
+        engines = FakeEngines()
+        async with fake_engine(engines) as engine:
+            assert (await engine.submit(masked(StructuredOutput.choice(["a"]))).result()).text == "a"
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    run(work())
+    assert found == [min(own + 10, 19)] and os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_other_turns_run_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

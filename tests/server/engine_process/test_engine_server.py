@@ -36,6 +36,7 @@ from pensieve_jax.history.server_tables.changes import (
     StartResponse,
     TakeBackStart,
 )
+from pensieve_jax.server.engine_process import wire
 from pensieve_jax.server.engine_process.engine_server import EngineServer
 from pensieve_jax.server.engine_process.messages import (
     Apply,
@@ -511,15 +512,25 @@ def test_a_front_end_that_reads_late_gets_merged_deltas() -> None:
         server.run_once()
     reader, sizes = FrameReader(Report), []
     front.setblocking(False)
-    for _ in range(200):
+
+    def read() -> bool:
         try:
             data = front.recv(1 << 16)
         except BlockingIOError:
-            break
+            return False
         for report in reader.feed(data):
-            sizes += [1 if isinstance(new, int) else len(new) for new in report.token_ids]
+            sizes.extend(1 if isinstance(new, int) else len(new) for new in report.token_ids)
+        return True
+
+    for _ in range(200):
+        if not read():
+            break
         server.run_once()
     assert max(sizes) > 50, "nothing was merged"
+    while server._unsent or read():
+        server._send()
+        read()
+    assert (len(sizes), sum(sizes)) == (server._num_deltas, server._num_delta_tokens)
     front.close()
     server.run_once()
     server.run_once()
@@ -627,3 +638,66 @@ def test_an_engine_takes_starts_back_whose_turns_it_does_not_have(
         query = "SELECT response_id, starts FROM responses"
         starts = dict(store.read(lambda history: history.execute(query).fetchall()))
     assert starts == {running: 1, taken_back: 1, ended: 2, fresh: 0}
+
+
+@pytest.mark.parametrize("kind", ["prompt_logprobs", "logprobs"])
+def test_a_long_ending_does_not_hold_back_other_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was one message: while the socket took it piece by piece, no other turn got a token."""
+    monkeypatch.setattr(wire, "PART_BYTES", 1024)
+    harness = Harness()
+    front, engine_end = socket.socketpair()
+    front.setblocking(False)
+    server = EngineServer(harness.engine, None, engine_end)
+    prompt = harness.prompt(300 if kind == "prompt_logprobs" else 3, 1)
+    params = {"max_tokens": 1, kind: 2} if kind == "prompt_logprobs" else {"max_tokens": 150, kind: 2}
+    specs = [spec([5], max_tokens=400), spec(list(prompt), **params), spec([6], max_tokens=1, logprobs=2)]
+    front.sendall(FrameWriter().frame(Submit([sent_spec(n, one) for n, one in enumerate(specs[:2])])))
+    reader, ids, outputs, num_parts = FrameReader(Report), [], {}, 0
+    while not server._parts:
+        server.run_once()
+        list(reader.feed(front.recv(1 << 20)))
+    front.sendall(FrameWriter().frame(Submit([sent_spec(2, specs[2])])))
+    while len(outputs) < 3:
+        num_ids = len(ids)
+        was_pending = bool(server._parts)
+        server.run_once()
+        data = front.recv(1 << 20)
+        assert len(data) < 2048
+        for report in reader.feed(data):
+            for number, new in zip(report.numbers, report.token_ids, strict=True):
+                ids += [] if number else [new] if isinstance(new, int) else new
+            outputs |= {ending.number: ending.output for ending in report.endings}
+            assert 1 not in outputs or 2 in outputs, "a short ending waited for a long one"
+        if was_pending:
+            num_parts += 1
+            assert len(ids) > num_ids, "the other turn got no token"
+    assert num_parts > 5
+    assert outputs[1].token_ids == expected(harness, specs[1])
+    facts = harness.facts(prompt, **params)
+    facts = type(facts)((), tuple(prompt), specs[1].params, 1, facts.max_total_tokens)
+    if kind == "prompt_logprobs":
+        harness.bench.check_prompt(facts, outputs[1].prompt_logprobs)
+    else:
+        assert len(outputs[1].logprobs) == 150
+    assert outputs[0].token_ids == expected(harness, specs[0])
+    front.close()
+    server.run()
+
+
+def test_a_long_ending_is_sent_while_no_turn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 256)
+    harness = Harness()
+    front, engine_end = socket.socketpair()
+    server = EngineServer(harness.engine, None, engine_end)
+    one = spec(list(harness.prompt(300, 1)), max_tokens=0, prompt_logprobs=2)
+    front.sendall(FrameWriter().frame(Submit([sent_spec(1, one)])))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    reader, endings = FrameReader(Report), []
+    front.settimeout(TIMEOUT_S)
+    while not endings:
+        for report in reader.feed(front.recv(1 << 16)):
+            endings += report.endings
+    front.close()
+    thread.join(TIMEOUT_S)
+    assert len(endings[0].output.prompt_logprobs) == 300

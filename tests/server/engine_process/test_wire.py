@@ -122,6 +122,31 @@ def test_frames_are_limited_in_both_directions(monkeypatch: pytest.MonkeyPatch) 
         FrameWriter().frame(Call(1, "end", [object()]))
 
 
+def test_a_message_in_parts_is_read_between_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 50)
+    writer, long = FrameWriter(), Cancel(list(range(1000, 1100)))
+    assert len(writer.parts(Cancel([1]))) == 1
+    parts = writer.parts(long)
+    assert len(parts) > 5 and all(len(part) <= 50 + wire.HEADER_BYTES for part in parts)
+    data = b"".join(bytes(part) + bytes(writer.frame(Cancel([n]))) for n, part in enumerate(parts))
+    data += b"".join(map(bytes, writer.parts(long)))
+    wanted = [*(Cancel([n]) for n in range(len(parts) - 1)), long, Cancel([len(parts) - 1]), long]
+    for size in (len(data), 1, 7):
+        reader = FrameReader(FrontMessage.__value__)
+        found = [one for at in range(0, len(data), size) for one in reader.feed(data[at : at + size])]
+        assert found == wanted
+        reader.finish()
+    reader = FrameReader(FrontMessage.__value__)
+    assert not list(reader.feed(bytes(parts[0])))
+    with pytest.raises(WireError, match="middle of a message"):
+        reader.finish()
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 100)
+    with pytest.raises(WireError, match="at most 100"):
+        writer.parts(long)
+    with pytest.raises(WireError, match="at most 100"):
+        list(FrameReader(FrontMessage.__value__).feed(b"".join(map(bytes, parts))))
+
+
 def test_a_message_of_the_other_direction_is_refused() -> None:
     with pytest.raises(WireError, match="not contain a valid message"):
         list(FrameReader(EngineMessage.__value__).feed(bytes(FrameWriter().frame(Cancel([1])))))

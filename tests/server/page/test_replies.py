@@ -24,6 +24,11 @@ print("<b>")
 | - | - |
 | 1 | 2 |
 """
+DOCUMENTS = [
+    "# Title\n\nSome *words*\nin two lines.\n\n> a quote\n> of two\n\n***\n\nEnd\n===\n",
+    "See [it] and [that][it].\n\n1. one [it]\n\n[it]: https://example.com/\n\nAgain [it].\n",
+    "1. one\n\n   more\n2. two\n   - three\n\n\n4. four\nlazy\n\n- a\n- b\n\n- c\n\nEnd",
+]
 HOSTILE = """<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>
 <b>bold</b> ![seen](http://127.0.0.1:1/seen.png) [run](javascript:document.title='owned')
 [data](data:text/html,1)"""
@@ -63,11 +68,11 @@ def test_a_reply_cannot_write_into_the_page_or_load_from_elsewhere(server: PageS
     assert all(url.startswith(server.address) for url in asked)
 
 
-@pytest.mark.parametrize("reply", [">" * 3000 + "word", "- " * 1900 + "word"], ids=["quotes", "lists"])
+@pytest.mark.parametrize("reply", [">" * 60 + "word", "- " * 1900 + "word"], ids=["quotes", "lists"])
 def test_a_reply_of_deeply_nested_blocks_is_shown_as_it_is(
     server: PageServer, visit: Visit, reply: str
 ) -> None:
-    """The parser calls itself for each of them; models that repeat themselves write so."""
+    """Models that repeat themselves write so."""
     server.replies = [reply]
     with server.client() as client:
         made = client.responses.create(model="fake", input="Quote.", temperature=0)
@@ -77,6 +82,108 @@ def test_a_reply_of_deeply_nested_blocks_is_shown_as_it_is(
     shown.wait_for()
     assert shown.inner_text() == made.output_text == reply
     assert visit.page.locator("article.user .text").inner_text() == "Quote."
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=["blocks", "named links", "lists"])
+def test_a_reply_that_grows_is_shown_as_the_whole_text_would_be(visit: Visit, document: str) -> None:
+    """Each step has the elements of marked's own rendering of the text so far."""
+    shown, expected = visit.page.evaluate(
+        """async (text) => {
+            const { showMarkdown } = await import("/page/markdown.js");
+            const { Marked } = await import("/page/vendor/marked.esm.js");
+            const marked = new Marked({ gfm: true, breaks: true });
+            const outline = (root) => [...root.querySelectorAll("*")].map((one) =>
+                `${one.localName} ${one.getAttribute("href")} ${one.textContent.replace(/\\s/g, "")}`);
+            const options = { RETURN_DOM_FRAGMENT: true, ALLOWED_URI_REGEXP: /^https?:/ };
+            const whole = (text) => DOMPurify.sanitize(marked.parse(text), options);
+            const element = document.createElement("div");
+            const found = [[], []];
+            for (let end = 1; end <= text.length; end++) {
+                showMarkdown(element, text.slice(0, end));
+                found[0].push(outline(element));
+                found[1].push(outline(whole(text.slice(0, end))));
+            }
+            return found;
+        }""",
+        document,
+    )
+    assert len(shown) == len(document) and shown == expected
+
+
+def test_blocks_that_are_finished_stay_while_a_reply_grows(visit: Visit) -> None:
+    kept = visit.page.evaluate(
+        """async () => {
+            const { showMarkdown } = await import("/page/markdown.js");
+            const element = document.createElement("div");
+            showMarkdown(element, "one\\n\\ntwo");
+            const before = [...element.children];
+            showMarkdown(element, "one\\n\\ntwo *three*");
+            return [...element.children].map((one, index) => one === before[index]);
+        }"""
+    )
+    assert kept == [True, False]
+
+
+def test_a_long_paragraph_is_shown_without_emphasis(visit: Visit) -> None:
+    """The parser takes 10 s for 40,000 characters that open emphasis and do not close it."""
+    line = "*a* " * 1001
+    tags, text = visit.page.evaluate(
+        """async (text) => {
+            const { showMarkdown } = await import("/page/markdown.js");
+            const element = document.createElement("div");
+            showMarkdown(element, text);
+            return [[...element.querySelectorAll("*")].map((one) => one.localName), element.textContent];
+        }""",
+        f"{line}\nb\n\n*c*",
+    )
+    assert tags == ["p", "br", "p", "em"]
+    assert text.replace("\n", "") == f"{line}bc"
+
+
+def test_the_time_of_paragraphs_is_limited(visit: Visit) -> None:
+    """In this test, a millisecond passes whenever the clock is read."""
+    has_emphasis = visit.page.evaluate(
+        """async () => {
+            const { showMarkdown } = await import("/page/markdown.js");
+            let nowMs = 0;
+            performance.now = () => nowMs++;
+            const element = document.createElement("div");
+            showMarkdown(element, "*a*\\n\\n".repeat(200));
+            return [...element.children].map((one) => one.querySelector("em") !== null);
+        }"""
+    )
+    num = has_emphasis.count(True)
+    assert 10 < num < 100
+    assert has_emphasis == [True] * num + [False] * (200 - num)
+
+
+def test_a_reply_that_is_slow_to_draw_is_drawn_less_often(server: PageServer, visit: Visit) -> None:
+    """In this test, time passes only where an element gets a block: 100 ms each."""
+    turns: list[FakeTurn] = []
+    server.script = turns.append
+    visit.page.fill("#text", "So?")
+    visit.page.press("#text", "Enter")
+    visit.page.locator(".waiting").wait_for()
+    visit.page.evaluate(
+        """() => {
+            window.nowMs = performance.now();
+            performance.now = () => window.nowMs;
+            const append = Element.prototype.append;
+            Element.prototype.append = function (...nodes) {
+                if (this.matches(".text")) window.nowMs += 100;
+                append.apply(this, nodes);
+            };
+        }"""
+    )
+    text = visit.page.locator("article.reply .text")
+    server.on_loop(lambda: turns[0].feed("one"))
+    text.filter(has_text="one").wait_for()
+    server.on_loop(lambda: turns[0].feed(" two"))
+    for passed_ms in (0, 0, 0, 0, 0, 399, 0):
+        visit.page.evaluate(f"window.nowMs += {passed_ms}; new Promise(requestAnimationFrame)")
+    assert text.inner_text() == "one"
+    visit.page.evaluate("window.nowMs += 1")
+    text.filter(has_text="one two").wait_for()
 
 
 def test_the_browser_refuses_inline_scripts_and_elements_made_of_text(visit: Visit) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.server.http.settings import ServerSettings
-from pensieve_jax.server.main import EXIT_ENDED
+from pensieve_jax.server.main import EXIT_ENDED, EXIT_INTERRUPTED
 from pensieve_jax.server.replicas.plan import ReplicaPlan
 from tests.deadlines import TIMEOUT_S
 from tests.launching import ROOT
@@ -26,6 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ra
 
 PLAN = ReplicaPlan(history="postgresql://me@host/chats", model="chat", replicas=2)
 SETTINGS = ServerSettings(port=0, drain_s=7.0, is_routed=True)
+
+
+STATUS_OF = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: 0}
+MEMORY = "KV cache: 1 GiB on the CPU"
 
 
 class Stage:
@@ -41,7 +45,7 @@ class Stage:
         self.done: list[object] = []
         self.when: dict[str, object] = {}
         self.goes = True
-        self.answers: dict[str, object] = {}
+        self.answers: dict[str, object] = {"memory_in_words": [MEMORY, MEMORY]}
         self.ended: list[tuple[str, object]] = []
         self.messages: dict[str, str] = {}
         self._private = SimpleNamespace(worker=SimpleNamespace(_global_node=self))
@@ -98,7 +102,10 @@ class Stage:
 
     def get_app_handle(self, name: str) -> object:
         return SimpleNamespace(
-            drain=self._method("drain"), reload_keys=self._method("reload_keys"), name=name
+            drain=self._method("drain"),
+            memory_in_words=self._method("memory_in_words"),
+            reload_keys=self._method("reload_keys"),
+            name=name,
         )
 
     def _method(self, name: str) -> object:
@@ -161,25 +168,26 @@ def ends(address):
     signal.raise_signal(signal.SIGTERM)
 
 
-STARTED = [("init", "local"), "start", "run"]
+STARTING = [("init", "local"), "start", "run"]
+STARTED = [*STARTING, ("memory_in_words", 10.0)]
 DRAINED = [("drain", 7.0, 17.0), "delete"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STATUS_OF)
 def test_on_a_signal_the_front_end_drains_before_anything_is_removed(stage, number):
-    assert serve_replicas(lambda address: signal.raise_signal(number)) == 0
+    assert serve_replicas(lambda address: signal.raise_signal(number)) == STATUS_OF[number]
     assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STATUS_OF)
 @pytest.mark.parametrize(
     ("when", "done"),
-    [("init", STARTED[:1]), ("start", STARTED[:2]), ("run", STARTED)],
+    [("init", STARTING[:1]), ("start", STARTING[:2]), ("run", STARTING)],
     ids=["Ray starts", "Serve starts", "replicas start"],
 )
 def test_a_signal_during_the_start_ends_it_without_waiting(stage, number, when, done):
     stage.when[when] = lambda: signal.raise_signal(number)
-    assert serve_replicas(announce=lambda address: pytest.fail("it serves")) == 0
+    assert serve_replicas(announce=lambda address: pytest.fail("it serves")) == STATUS_OF[number]
     assert stage.done == [*done, "ray.shutdown"]
 
 
@@ -233,7 +241,7 @@ def test_while_serving_the_log_reports_lost_and_recovered_replicas(stage, caplog
 
     def status():
         found = run()
-        if is_served.is_set() and stage.done[-1] == "run":
+        if is_served.is_set() and stage.done == STARTED:
             now = next(seen)
             if now == "the end":  # earlier messages have been logged
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -337,8 +345,26 @@ def test_a_start_reports_what_it_waits_for_and_then_its_address(stage, caplog):
     serve_replicas(lambda address: (addresses.append(address), ends(address)))
     lines = [record.getMessage() for record in caplog.records]
     words = ["on this machine", "log in /", "Ray Serve", "starting 2", "replica 1 of 2", "replica 2 of 2"]
-    assert [word in line for word, line in zip(words, lines, strict=False)] == [True] * 6
+    words.append(f"2 of 2 replicas: {MEMORY}")
+    assert [word in line for word, line in zip(words, lines, strict=False)] == [True] * len(words)
     assert addresses[0].startswith("http://127.0.0.1:")
+
+
+def test_replicas_of_unequal_memory_have_a_line_each(stage, caplog):
+    caplog.set_level(logging.INFO)
+    stage.answers["memory_in_words"] = [MEMORY, "KV cache: 2 GiB on the CPU"]
+    serve_replicas(ends)
+    lines = [record.getMessage() for record in caplog.records if "KV cache" in record.getMessage()]
+    assert lines == [
+        "1 of 2 replicas: KV cache: 1 GiB on the CPU",
+        "1 of 2 replicas: KV cache: 2 GiB on the CPU",
+    ]
+
+
+def test_a_front_end_that_does_not_tell_its_memory_serves(stage, caplog):
+    stage.answers["memory_in_words"] = TimeoutError("late")
+    assert serve_replicas(ends) == 0
+    assert stage.done == [*STARTED, *DRAINED, "ray.shutdown"] and "unknown: late" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -378,7 +404,7 @@ def test_an_own_bug_during_the_start_is_not_mistaken_for_rays(stage, monkeypatch
     monkeypatch.setattr(local, "application", fail)
     with pytest.raises(kind, match="a bug"):
         serve_replicas()
-    assert stage.done == [*STARTED[:2], "ray.shutdown"]
+    assert stage.done == [*STARTING[:2], "ray.shutdown"]
 
 
 def test_if_serve_cannot_give_a_reason_its_error_is_reported(stage):

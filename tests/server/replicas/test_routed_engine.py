@@ -66,6 +66,19 @@ def output(text: str, *, reason="stop", **usage) -> Output:
     return Output(None, tuple(text.encode()), text, reason, Usage(**(counts | usage)), 7)
 
 
+def test_each_replica_with_an_engine_tells_what_its_memory_holds():
+    async def test():
+        replicas = FakeReplicas(3)
+        for name, memory in (("r1", "KV cache: 1 GiB"), ("r2", "KV cache: 2 GiB")):
+            one = replicas.engines[name]
+            one.info = dataclasses.replace(one.info, description={"cache": {"summary": memory}})
+        engine = await routed(replicas)
+        first, *others = engine.memory_in_words
+        assert first.startswith("KV cache: 37.2 GiB") and others == ["KV cache: 1 GiB", "KV cache: 2 GiB"]
+
+    run(test)
+
+
 def test_a_turn_and_its_continuations_run_where_their_root_belongs():
     async def test():
         replicas = FakeReplicas(3, say("hi"))

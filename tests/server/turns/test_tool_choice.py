@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,10 @@ HARMONY = (
 )
 LLAMA = (
     '{%- if tools %}{{ tools | length }} "parameters": dictionary of argument name{% endif %}'
+    "{%- for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+)
+QWEN_XML = (
+    "{%- if tools %}{{ tools | length }} <tool_call> <function= <parameter={% endif %}"
     "{%- for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 )
 ANSWER, WRONG = '{"mood": "bad"}', '{"mood": "fair"}'
@@ -275,6 +280,30 @@ def test_a_form_of_gpt_oss_is_that_of_its_last_message(start: Start, name: str, 
             assert not is_taken(server, form, before + text), text
     texts, calls = parts_of(route, answer)
     assert texts.endswith(ANSWER) and not calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("template", "before"), [(QWEN_XML, ""), (HARMONY, CHANNEL + FINAL)])
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_reply_that_has_a_form_may_spell_a_call(start, name, template, before, stream):
+    route, call = ROUTES[name], "<tool_call><function=add></function></tool_call>"
+    note = call if template == QWEN_XML else "<|end|><|channel|>analysis<|message|>No."
+    text = f'{{"mood": "bad", "note": "{note}"}}'
+    server = start(before + text, before + text, call, template=template)
+    answer = send(server, route, route.body() | {"stream": stream})
+    if stream:
+        written = json.dumps(events_of(answer) if name == "chat" else answer)
+        assert not re.search(r'"tool_calls": |function_call|tool_use', written)
+    else:
+        texts, calls = parts_of(route, answer)
+        assert texts.endswith(text) and not calls
+    assert server.engine.turns[-1].spec.template_input.reply.has_form
+    body = route.body(form=False)
+    send(server, route, body)
+    assert not server.engine.turns[-1].spec.template_input.reply.has_form
+    if template == QWEN_XML:
+        _, calls = parts_of(route, send(server, route, route.body()))
+        assert calls == ["add"]
 
 
 @pytest.mark.parametrize("name", ["chat"])

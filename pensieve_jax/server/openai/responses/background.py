@@ -618,7 +618,7 @@ class BackgroundRunner:
         """Raise ApiError 503 unless the engine has a place for a background response of this key."""
         limits = self._services.limits
         limits.check_ready()
-        if limits.num_waiting or not self._has_share(owner):
+        if limits.num_waiting or not limits.has_share(owner):
             raise overloaded("Requests of waiting clients go first.", 1)
 
     async def _run_in_place(
@@ -652,9 +652,6 @@ class BackgroundRunner:
         finally:
             if running is not None:
                 await running.close()
-
-    def _has_share(self, owner: str) -> bool:
-        return self._services.limits.in_flight(owner) < self._services.settings.max_in_flight_per_key
 
 
 def _engine_died_running(num_deaths: int) -> ApiError:

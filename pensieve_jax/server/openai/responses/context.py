@@ -18,6 +18,7 @@ from pensieve_jax.core.errors import (
     UnknownRecordError,
     UnknownTurnError,
 )
+from pensieve_jax.core.structured import StructuredOutput
 from pensieve_jax.core.template_input import TemplateInput
 from pensieve_jax.history.server_tables.changes import ConversationRow, ResponseRecord
 from pensieve_jax.server.context.resolver import Memory, ResolvedContext, has_reply
@@ -36,6 +37,7 @@ from pensieve_jax.server.turns.items import Item, messages_of, position_of, text
 from pensieve_jax.server.turns.template import ignores_effort
 from pensieve_jax.server.workers import WorkEstimate
 from pensieve_jax.text.messages import Message, num_characters
+from pensieve_jax.text.reply_forms import with_form
 from pensieve_jax.text.tools import Tool, num_tool_characters
 
 MAX_READ_CHARACTERS: Final = 16 * 2**20
@@ -68,7 +70,13 @@ class RequestContext:
 
 
 def request_context(
-    services: Services, owner: str, body: ContextFields, *, durable: bool, token_limit: int | None = None
+    services: Services,
+    owner: str,
+    body: ContextFields,
+    *,
+    durable: bool,
+    token_limit: int | None = None,
+    form: StructuredOutput | None = None,
 ) -> RequestContext:
     """Return the context of a request.
 
@@ -78,10 +86,12 @@ def request_context(
       body: its fields.
       durable: whether its turn is stored.
       token_limit: maximum number of context tokens; None for no limit.
+      form: the form of its reply, if it asks for one.
 
     Raises ApiError 400 and 404, UnknownRecordError.
     """
-    options = _Options(token_limit=token_limit, template_input=body.template_input(services.chat_format))
+    template_input = with_form(body.template_input(services.chat_format), form)
+    options = _Options(token_limit=token_limit, template_input=template_input)
     given, ignored = parse_input(body.input, "input") if body.input is not None else ([], ())
     conversation: ConversationRow | None = None
     past: list[Item] = []

@@ -104,7 +104,12 @@ class ResponsePlan:
         self.body_sha256 = body_sha256
         self.key = key
         self.context: RequestContext = request_context(
-            services, owner, body, durable=body.stores, token_limit=context_token_limit(services)
+            services,
+            owner,
+            body,
+            durable=body.stores,
+            token_limit=context_token_limit(services),
+            form=asked.form,
         )
         self.errors = PlanErrors(
             {**ENGINE_FIELDS, **form_fields(self._choice, asked)},

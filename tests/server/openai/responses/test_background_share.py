@@ -10,6 +10,7 @@ import pytest
 
 from pensieve_jax.server.http.settings import ServerSettings
 from pensieve_jax.server.openai.responses import background
+from tests.deadlines import wait_until
 from tests.server.live import LiveServer
 
 
@@ -28,6 +29,15 @@ def test_no_key_can_fill_the_background_queue(tmp_path):
         assert b.responses.create(input="hi", background=True).status == "queued"
         a.responses.cancel(first.id)
         assert a.responses.create(input="hi", background=True).status == "queued"
+
+
+def test_without_keys_background_responses_have_the_whole_batch(tmp_path):
+    """Once, at most as many ran as one key may have, although all clients are one owner."""
+    settings = ServerSettings(max_in_flight_per_key=2)
+    with LiveServer(tmp_path / "history.sqlite", settings=settings) as server, server.client() as client:
+        for _ in range(4):
+            client.responses.create(input="hi", background=True)
+        wait_until(lambda: len(server.engine.turns) == 4)
 
 
 @pytest.mark.parametrize(("most_runs", "status"), [(1000, 429), (2, 503)])
