@@ -16,8 +16,8 @@ from pensieve_jax.core.clock import Clock
 from pensieve_jax.scheduler.prompt_work import PromptWork
 from pensieve_jax.scheduler.request import Request
 
-_LEAST_TOKENS: Final = 8  # a reply counts after so many later tokens
-_MIN_WAITING: Final = 4.0  # what waits takes so many times the time of a grown step
+_LEAST_TOKENS: Final = 8  # later tokens from which on a reply counts
+_MIN_WAITING: Final = 4.0  # times the time of a grown step that must wait
 _LONGEST_S: Final = 0.08  # of the prompts in a grown step
 _LEAST_FULL: Final = 0.8  # of a grown step
 _SMALL_WORK_S: Final = (

@@ -104,7 +104,7 @@ def compared(name: str, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any
 
 
 def figure(results: Any, name: str) -> float:
-    """Return the number at a path in `results`; raises ConfigError if there is none."""
+    """Return the number at a path in `results`; raises ConfigError if it has no such path."""
     value = results
     for part in name.split("."):
         try:
