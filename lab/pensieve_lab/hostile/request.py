@@ -56,7 +56,7 @@ def request(name: str, route: str, **fields: Any) -> HostileRequest:
     num_bytes = sum(len(json.dumps(fields[key])) for key in _IN_PROMPT if key in fields)
     num_words = num_bytes // len(_WORD) if num_bytes < _LONGEST_PROMPT else 8
     message = {"role": "user", "content": start + _WORD * num_words}
-    prompt = {"messages": [message]}
+    prompt: dict[str, Any] = {"messages": [message]}
     if "prompt" in fields:
         given = fields["prompt"]
         prompt = {"prompt": start + given[len(start) :] if isinstance(given, str) else given}

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -239,9 +239,10 @@ def run_all(
 
 def main() -> int:
     """Print a line per case and variant, then the document."""
-    known = {"--kernels": KERNELS, "--cuts": CUTS, "--cases": [name for b in _BUCKETS.values() for name in b]}
+    cases = [name for bucket in _BUCKETS.values() for name in bucket]
+    known: dict[str, Collection[str]] = {"--kernels": KERNELS, "--cuts": CUTS, "--cases": cases}
     for flag, names in known.items():
-        if unknown := sorted(set(FLAGS[flag[2:]].value) - set(names)):
+        if unknown := sorted(set(FLAGS[flag[2:]].value or ()) - set(names)):
             raise ConfigError(flag, unknown, f"known are {', '.join(names)}")
     began = time.perf_counter()
     largest = Case("whole", _LARGEST, GQA10)
