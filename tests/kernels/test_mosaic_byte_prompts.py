@@ -135,7 +135,8 @@ def attention(
         scratch_pages=scratch_pages,
     )  # fmt: skip
     tiles = tiles_of(spec, batch)
-    assert tiles[len(classes)] and tiles[: len(classes)].all()  # some are merged, and no class is idle
+    assert tiles[len(classes)]  # some are merged
+    assert not scratch_pages or tiles[: len(classes)].all(), "a class has no tiles"
 
     def attend(tiles: Any, *batch: Any) -> Any:
         return ragged_paged_attention(
