@@ -67,9 +67,10 @@ def shipped_costs(subject: CostSubject) -> CostChoice | None:
 
 
 def needs_costs(config: EngineConfig) -> bool:
-    """Return whether an engine of this configuration uses costs, for eviction or the order of prompts."""
+    """Return whether an engine of this configuration uses costs, for eviction or the times of prompts."""
     evicts_by_cost = config.stateful and config.cache.policy not in _POLICIES_WITHOUT_COSTS
-    return evicts_by_cost or config.scheduler.prompt_order == "work_left"
+    scheduler = config.scheduler
+    return evicts_by_cost or scheduler.prompt_order == "work_left" or scheduler.target_tpot_ms is not None
 
 
 def costs_before_loading(

@@ -87,6 +87,7 @@ def test_a_profile_of_another_system_is_not_used(change):
         (EngineConfig(cache=CacheConfig(policy="lru")), "analytic"),
         (EngineConfig(stateful=False), "analytic"),
         (EngineConfig(stateful=False, scheduler=SchedulerConfig(prompt_order="work_left")), None),
+        (EngineConfig(cache=CacheConfig(policy="lru"), scheduler=SchedulerConfig(target_tpot_ms=20.0)), None),
     ],
 )
 def test_costs_are_measured_if_a_policy_uses_them(config, kind):
