@@ -25,8 +25,10 @@ from pensieve_jax.device.sizing import (
     memory_in_words,
     on_gpu_grid,
     sized,
+    step_bytes,
     warn_of_short_context,
 )
+from pensieve_jax.scheduler import bucket_layout
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -308,6 +310,16 @@ def test_small_differences_of_free_memory_change_nothing():
     for more in range(0, 64 * 2**20, 2**20):
         found.add(sized(of(), gpus(H200_BYTES, 17 * 10**9 + more), model, BFLOAT16).cache.gpu_pages)
     assert len(found) == 1
+
+
+def test_a_step_needs_room_for_the_choice_of_drafted_tokens():
+    """A request with a draft of eight tokens samples nine ids."""
+    model, plain = preset("llama3-8b"), of(max_num_running=4)
+    drafting = of(max_num_running=4, speculation="history")
+    num_rows = bucket_layout(drafting, 512, context_tokens=4096).max_num_samples
+    more = step_bytes(drafting, model, 1) - step_bytes(plain, model, 1)
+    assert num_rows == 36
+    assert more == 20 * (num_rows - 4) * model.vocab_size
 
 
 def test_one_line_says_what_is_taken_and_what_it_holds():
