@@ -20,7 +20,7 @@ from pensieve_jax.text.partial_json import SPACE
 CLOSING_TAG: Final = "</parameter>"
 """Text behind an argument that stands between tags."""
 _STRING_OR_TAG: Final = re.compile(f'"|{CLOSING_TAG}')
-_END_IN_STRING: Final = re.compile(r'\\.|["\x00-\x1f]', re.DOTALL)
+_END_IN_STRING: Final = re.compile(r'\\[^\x00-\x1f]|["\x00-\x1f]')
 _LONGEST_PART: Final = len(CLOSING_TAG) - 1
 """Characters at the end of a text that may be the beginning of a tag, or of an escape."""
 

@@ -497,6 +497,18 @@ def test_an_argument_that_is_not_json_ends_at_its_first_closing_tag(text: str) -
         assert json.loads(call.arguments) == {"a": text, "b": '"2"'}
 
 
+def test_a_line_break_behind_a_backslash_tells_as_well() -> None:
+    """JSON has no such escape."""
+    text = '["C:\\'
+    written = between_tags(text).replace("</parameter>\n</function>\n", "</parameter></function>")
+    for pieces in ([written], list(written)):
+        schemas = {"f": {"properties": {"a": {"type": "array"}}}}
+        parser = ReplyParser(TOOL_FORMATS["qwen3_xml"], schemas=schemas)
+        events = [event for piece in pieces for event in parser.feed(piece)]
+        (call,) = parsed_reply([*events, *parser.end()]).calls
+        assert json.loads(call.arguments) == {"a": text}
+
+
 @pytest.mark.parametrize("value", ["b</parameter>", "</parameter>", {"b": ["</parameter>"]}, '"</parameter>'])
 def test_a_listed_value_with_a_closing_tag_is_written_as_json(value: object) -> None:
     row, tool = TOOL_FORMATS["qwen3_xml"], tool_with({"enum": ["a", value]})
