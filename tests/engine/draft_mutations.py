@@ -12,7 +12,7 @@ from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.late_rows import LateRows
 from pensieve_jax.engine.turn import ReplyState
 from pensieve_jax.scheduler import Planner, Scheduler, StepPlan
-from tests.engine.mutations import Mutation
+from tests.engine.mutations import Mutation, by_name
 
 
 def a_token_that_differs_is_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -181,20 +181,17 @@ DRAFT_MUTATIONS: dict[str, Mutation] = {
     "ending ids banned as for the first": _in_plans_with_drafts(_ban_as_for_the_first),
     "bias of the first alone": _in_plans_with_drafts(_bias_the_first_alone),
     "sampled greedily": _in_plans_with_drafts(_sample_all_but_the_first_greedily),
-    **{
-        mutation.__name__.replace("_", " "): mutation
-        for mutation in (
-            a_token_that_differs_is_accepted,
-            drafts_hold_if_their_beginning_does,
-            rejected_tokens_count_as_computed,
-            accepted_tokens_do_not_count_as_computed,
-            drafts_are_written_without_pages,
-            drafts_exceed_the_length_of_a_turn,
-            steps_do_not_wait_for_drafts,
-            a_reply_goes_on_behind_its_end,
-            masks_go_by_turn_and_not_by_sampled_id,
-            ids_of_masks_go_by_turn_and_not_by_sampled_id,
-            turns_with_penalties_have_drafts,
-        )
-    },
+    **by_name(
+        a_token_that_differs_is_accepted,
+        drafts_hold_if_their_beginning_does,
+        rejected_tokens_count_as_computed,
+        accepted_tokens_do_not_count_as_computed,
+        drafts_are_written_without_pages,
+        drafts_exceed_the_length_of_a_turn,
+        steps_do_not_wait_for_drafts,
+        a_reply_goes_on_behind_its_end,
+        masks_go_by_turn_and_not_by_sampled_id,
+        ids_of_masks_go_by_turn_and_not_by_sampled_id,
+        turns_with_penalties_have_drafts,
+    ),
 }

@@ -9,7 +9,7 @@ from pensieve_jax.engine import branches, chunk_index
 from pensieve_jax.engine.branches import BranchTable
 from pensieve_jax.engine.chunk_index import ChunkIndex
 from pensieve_jax.engine.live import TurnEnd
-from tests.engine.mutations import Mutation
+from tests.engine.mutations import Mutation, by_name
 
 
 def a_fork_takes_the_chunk_in_progress(patch):
@@ -280,34 +280,31 @@ def replaced_tokens_stay_on_the_path(patch):
     patch.setattr(branches, "replace_tokens", lambda path, keep, replaced: None)
 
 
-FORK_MUTATIONS: dict[str, Mutation] = {
-    mutation.__name__.replace("_", " "): mutation
-    for mutation in (
-        a_fork_takes_the_chunk_in_progress,
-        copies_in_flight_stay_with_the_giver,
-        counts_stay_with_the_giver,
-        a_new_trunk_is_not_pinned,
-        only_the_nearest_trunk_is_pinned,
-        a_trunk_is_unpinned_with_the_first_that_stops,
-        a_trunk_outlives_its_users,
-        trunks_are_never_merged,
-        a_merged_tail_is_not_trimmed,
-        victims_are_looked_for_before_the_fork,
-        chunks_that_come_back_are_not_looked_for,
-        arriving_chunks_of_far_trunks_are_read,
-        departing_chunks_of_trunks_are_admitted,
-        a_cut_loses_its_place,
-        room_counts_what_a_request_begins_with,
-        a_laid_out_tail_counts_as_computed,
-        a_turn_behind_an_earlier_one_extends,
-        a_busy_branch_is_extended,
-        turns_end_a_token_early,
-        owners_share_chunks,
-        hashes_are_not_chained,
-        branches_stay_in_the_index,
-        all_of_a_context_is_found,
-        what_is_in_memory_only_has_durable_turns,
-        forks_share_what_the_source_replaces,
-        replaced_tokens_stay_on_the_path,
-    )
-}
+FORK_MUTATIONS: dict[str, Mutation] = by_name(
+    a_fork_takes_the_chunk_in_progress,
+    copies_in_flight_stay_with_the_giver,
+    counts_stay_with_the_giver,
+    a_new_trunk_is_not_pinned,
+    only_the_nearest_trunk_is_pinned,
+    a_trunk_is_unpinned_with_the_first_that_stops,
+    a_trunk_outlives_its_users,
+    trunks_are_never_merged,
+    a_merged_tail_is_not_trimmed,
+    victims_are_looked_for_before_the_fork,
+    chunks_that_come_back_are_not_looked_for,
+    arriving_chunks_of_far_trunks_are_read,
+    departing_chunks_of_trunks_are_admitted,
+    a_cut_loses_its_place,
+    room_counts_what_a_request_begins_with,
+    a_laid_out_tail_counts_as_computed,
+    a_turn_behind_an_earlier_one_extends,
+    a_busy_branch_is_extended,
+    turns_end_a_token_early,
+    owners_share_chunks,
+    hashes_are_not_chained,
+    branches_stay_in_the_index,
+    all_of_a_context_is_found,
+    what_is_in_memory_only_has_durable_turns,
+    forks_share_what_the_source_replaces,
+    replaced_tokens_stay_on_the_path,
+)

@@ -306,6 +306,11 @@ def later_arrivals_keep_their_pages(patch):
     patch.setattr(Scheduler, "_admit", admitted)
 
 
+def by_name(*mutations: Mutation) -> dict[str, Mutation]:
+    """Return planted bugs by the words of their functions' names."""
+    return {mutation.__name__.replace("_", " "): mutation for mutation in mutations}
+
+
 MUTATIONS: dict[str, Mutation] = {
     "wrong page in a row": _after_plan(_swap_pages),
     "write slot off by one": _after_plan(_shift_last_slot),
@@ -313,28 +318,25 @@ MUTATIONS: dict[str, Mutation] = {
     "position off by one": _after_plan(_shift_last_position),
     "kv_len one short": _after_plan(_shorten_kv_len),
     "sample position off by one": _after_plan(_shift_sample_positions),
-    **{
-        mutation.__name__.replace("_", " "): mutation
-        for mutation in (
-            fill_counts_the_whole_chunk,
-            fill_marks_the_next_chunk,
-            stale_tail,
-            skipped_hole,
-            holes_without_the_last_chunk,
-            lost_pin,
-            page_freed_twice,
-            drop_without_marking,
-            hole_cut_anywhere,
-            overrun_token_kept,
-            cancel_keeps_one_entry,
-            truncate_keeps_kv,
-            replaced_kv_is_kept,
-            cancel_keeps_the_kv_of_a_replacement,
-            a_cancelled_turn_keeps_its_replacement,
-            suspended_token_forgotten,
-            lost_pools_still_count,
-            ending_id_allowed_too_early,
-            later_arrivals_keep_their_pages,
-        )
-    },
+    **by_name(
+        fill_counts_the_whole_chunk,
+        fill_marks_the_next_chunk,
+        stale_tail,
+        skipped_hole,
+        holes_without_the_last_chunk,
+        lost_pin,
+        page_freed_twice,
+        drop_without_marking,
+        hole_cut_anywhere,
+        overrun_token_kept,
+        cancel_keeps_one_entry,
+        truncate_keeps_kv,
+        replaced_kv_is_kept,
+        cancel_keeps_the_kv_of_a_replacement,
+        a_cancelled_turn_keeps_its_replacement,
+        suspended_token_forgotten,
+        lost_pools_still_count,
+        ending_id_allowed_too_early,
+        later_arrivals_keep_their_pages,
+    ),
 }

@@ -11,7 +11,7 @@ from pensieve_jax.engine.transfers import Ended
 from pensieve_jax.scheduler import Request, Scheduler
 from tests.engine.fake_runner import FakeRunner
 from tests.engine.fake_transfers import FakeTransfers
-from tests.engine.mutations import Mutation
+from tests.engine.mutations import Mutation, by_name
 from tests.engine.observed import ObservedTransfers
 
 # Errors with two tiers
@@ -261,30 +261,27 @@ def an_expedited_copy_comes_after_its_step(patch):
     patch.setattr(FakeRunner, "launch", launched)
 
 
-TIER_MUTATIONS: dict[str, Mutation] = {
-    mutation.__name__.replace("_", " "): mutation
-    for mutation in (
-        stale_copy_of_a_tail_kept,
-        slot_freed_while_in_flight,
-        page_freed_while_in_flight,
-        orphan_forgotten,
-        arriving_chunks_are_read,
-        expediting_is_not_passed_on,
-        copies_out_are_left_out,
-        lost_copies_still_count,
-        chunks_on_their_way_out_are_admitted,
-        slots_of_expedited_copies_are_given_away,
-        lost_copies_count_as_arrived,
-        slots_of_lost_copies_leak,
-        what_a_lost_copy_was_to_save_counts_as_kept,
-        copied_in_counts_as_reused,
-        a_prefix_in_use_is_evicted,
-        holes_in_a_prefix_are_left_to_others,
-        a_byte_of_the_cpu_tier_is_flipped,
-        a_copy_goes_into_the_wrong_page,
-        a_copy_is_read_before_it_is_ready,
-        a_copy_is_lost,
-        a_page_is_reused_before_it_was_read,
-        an_expedited_copy_comes_after_its_step,
-    )
-}
+TIER_MUTATIONS: dict[str, Mutation] = by_name(
+    stale_copy_of_a_tail_kept,
+    slot_freed_while_in_flight,
+    page_freed_while_in_flight,
+    orphan_forgotten,
+    arriving_chunks_are_read,
+    expediting_is_not_passed_on,
+    copies_out_are_left_out,
+    lost_copies_still_count,
+    chunks_on_their_way_out_are_admitted,
+    slots_of_expedited_copies_are_given_away,
+    lost_copies_count_as_arrived,
+    slots_of_lost_copies_leak,
+    what_a_lost_copy_was_to_save_counts_as_kept,
+    copied_in_counts_as_reused,
+    a_prefix_in_use_is_evicted,
+    holes_in_a_prefix_are_left_to_others,
+    a_byte_of_the_cpu_tier_is_flipped,
+    a_copy_goes_into_the_wrong_page,
+    a_copy_is_read_before_it_is_ready,
+    a_copy_is_lost,
+    a_page_is_reused_before_it_was_read,
+    an_expedited_copy_comes_after_its_step,
+)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pensieve_jax.config import PROMPT_ORDERS
 from pensieve_jax.scheduler import Request, RequestStatus, Scheduler
 from pensieve_jax.scheduler.scheduler import MAX_PASSED
 from tests.engine.mutations import later_arrivals_keep_their_pages
@@ -346,10 +347,11 @@ def test_no_later_arrival_changes_what_happens_to_a_request(pool: Pool, arrivals
         assert fewer == {index: everything[index] for index in fewer}
 
 
-@settings(max_examples=100, print_blob=True)
+@pytest.mark.parametrize("order", PROMPT_ORDERS)
+@settings(max_examples=100, print_blob=True, deadline=None)
 @given(pools, turns, st.sampled_from((0, 3, 40)), st.booleans())
-def test_no_request_starves_where_tokens_are_scarce(pool, arrivals, extra_tokens, unified):
-    """In every step the oldest request advances, which the scheduler asserts; and every turn ends."""
+def test_no_request_starves_where_tokens_are_scarce(order, pool, arrivals, extra_tokens, unified):
+    """Every turn ends, and the scheduler asserts in every step who advances; pages are scarce, too."""
     num_tokens = pool.max_num_running + CHUNK + extra_tokens
     run_turns(
         pool,
@@ -358,6 +360,7 @@ def test_no_request_starves_where_tokens_are_scarce(pool, arrivals, extra_tokens
         token_buckets=(num_tokens,),
         max_num_rows=None,
         unified=unified,
+        prompt_order=order,
     )
 
 

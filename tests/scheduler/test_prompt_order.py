@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pensieve_jax.config import PROMPT_ORDERS
 from pensieve_jax.scheduler import Request, RequestStatus, Scheduler, prompt_order
@@ -294,24 +293,6 @@ def test_random_prompts_keep_the_bound():
             # A step that ends a prompt gives what it has left to a later one.
             spare_s = len(prompts) * WORK.of_interval(0, 128) + 700 * WORK.pair_s * 128
             assert end_s <= bound_s(prompts, index, step_s, 2000) + spare_s
-
-
-@settings(max_examples=60, print_blob=True, deadline=None)
-@given(pools, turns, st.sampled_from((0, 3, 40)), st.booleans())
-def test_no_request_starves_where_pages_and_tokens_are_scarce(
-    pool: Pool, arrivals: list[Arrival], extra_tokens: int, unified: bool
-):
-    """Every turn ends, with suspensions and passing; the scheduler asserts its own rule in every step."""
-    num_tokens = pool.max_num_running + CHUNK + extra_tokens
-    run_turns(
-        pool,
-        arrivals,
-        max_num_batched_tokens=num_tokens,
-        token_buckets=(num_tokens,),
-        max_num_rows=None,
-        unified=unified,
-        prompt_order="work_left",
-    )
 
 
 @settings(max_examples=40, print_blob=True, deadline=None)
