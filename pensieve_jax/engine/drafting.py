@@ -75,6 +75,12 @@ class _Row:
         self._steps: deque[tuple[int, int]] = deque()  # by step: tokens drafted, and those that held
         self._sum_drafted = self._sum_held = 0
 
+    @property
+    def num_known(self) -> int:
+        """Number of the request's ids that are known: all but a placeholder."""
+        token_ids = self.request.token_ids
+        return len(token_ids) - (token_ids[-1] == PENDING_TOKEN)
+
     def tokens_per_step(self) -> float:
         """Return the expected tokens of a step with a draft."""
         return 1 + self._sum_held / (len(self._steps) + _PRIOR_STEPS)
@@ -102,8 +108,7 @@ class _Row:
 
     def catch_up(self, max_num: int) -> int:
         """Index at most `max_num` ids that the turn has already; returns how many it indexed."""
-        token_ids = self.request.token_ids
-        num_known = len(token_ids) - (token_ids[-1] == PENDING_TOKEN)
+        token_ids, num_known = self.request.token_ids, self.num_known
         if self.index is None or len(self.index.token_ids) > 2 * (MAX_INDEXED + MAX_RELATED):
             if self.index is not None:
                 self.related = []
@@ -212,7 +217,4 @@ class HistoryDrafter:
 
     def _is_worth_it(self, row: _Row) -> bool:
         """Return whether a row's drafts save more than the time of their tokens at this load."""
-        is_current = row.num_indexed == len(row.request.token_ids) - (
-            row.request.token_ids[-1] == PENDING_TOKEN
-        )
-        return is_current and row.held_share() > TOKEN_COST * self._num_running
+        return row.num_indexed == row.num_known and row.held_share() > TOKEN_COST * self._num_running

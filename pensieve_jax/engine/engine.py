@@ -66,8 +66,8 @@ from pensieve_jax.scheduler import (
 from pensieve_jax.text import Message, Tokenizer
 from pensieve_jax.text.grammar import Grammar, Grammars
 
-type _Accepted = tuple[Request, int, int]
-"""A request, and the first and the end of its rows of a step whose ids count."""
+type _Accepted = tuple[Request, int, list[int]]
+"""A request, its first row of a step, and the ids of its rows that count."""
 
 
 class _LaunchedStep(NamedTuple):
@@ -528,41 +528,42 @@ class Engine:
             row, end = end, end + 1 + len(draft)
             if request in passed or request not in replies:
                 continue  # it ended one step earlier, was cancelled, or waits for its mask: discard the token
-            stop = row + 1
+            ids = token_ids[row:end]
             if draft:
-                stop += num_equal(draft, token_ids[row:end])
+                num_held = num_equal(draft, ids)
+                del ids[num_held + 1 :]
                 position -= len(draft)
-                self._loop.scheduler.accept(request, position, token_ids[row:stop])
-                self._stats.num_accepted_draft_tokens += stop - row - 1
+                self._loop.scheduler.accept(request, position, ids)
+                self._stats.num_accepted_draft_tokens += num_held
             else:
                 assert request.token_ids[position] == PENDING_TOKEN, f"{position} was sampled twice"
-                request.token_ids[position] = token_ids[row]
+                request.token_ids[position] = ids[0]
             if drafter is not None:
-                drafter.accept(request, position, token_ids[row:stop])
-            accepted.append((request, row, stop))
+                drafter.accept(request, position, ids)
+            accepted.append((request, row, ids))
         return accepted
 
     def _finish(self, step: _LaunchedStep, result: StepResult, accepted: Sequence[_Accepted]) -> list[Turn]:
         """Give a step's ids to their turns, and commit the turns that end with them."""
         endings: list[tuple[ReplyState, FinishReason]] = []
         broken = self._accept_prompts(step, result)
-        token_ids, logprobs = result.token_ids.tolist(), result.logprobs.tolist()
+        logprobs = result.logprobs.tolist()
         are_finite = np.isfinite(result.logprobs).tolist()
         replies, touched = self._ledger.replies, self._ledger.touched
-        for request, first, stop in accepted:
+        for request, first, ids in accepted:
             reply = replies[request]
             if reply in broken:
                 continue
             touched[request] = None
-            for row in range(first, stop):
+            for row, token_id in enumerate(ids, first):
                 if not are_finite[row]:
                     broken.append(reply)
                     break
                 if reply.logprobs is None:  # as most: a view of a row takes longer than the rest
-                    reason = reply.accept(token_ids[row], logprobs[row])
+                    reason = reply.accept(token_id, logprobs[row])
                 else:
                     top_ids, top_logprobs = result.top_ids[row], result.top_logprobs[row]
-                    reason = reply.accept(token_ids[row], logprobs[row], top_ids, top_logprobs)
+                    reason = reply.accept(token_id, logprobs[row], top_ids, top_logprobs)
                 if reason is not None:
                     endings.append((reply, reason))
                     break

@@ -20,9 +20,7 @@ _LEAST_TOKENS: Final = 8  # later tokens from which on a reply counts
 _MIN_WAITING: Final = 4.0  # times the time of a grown step that must wait
 _LONGEST_S: Final = 0.08  # of the prompts in a grown step
 _LEAST_FULL: Final = 0.8  # of a grown step
-_SMALL_WORK_S: Final = (
-    0.25  # small steps cost a third more per token, so they stop while more than this waits
-)
+_SMALL_WORK_S: Final = 0.25  # while more waits, no step is small: those cost a third more per token
 
 
 class StepTarget:
@@ -71,13 +69,14 @@ class StepTarget:
         missing = [
             (request.num_missing(self._chunk_tokens)[0], self._work.left(request)) for request in prompts
         ]
+        num_missing = sum(count for count, _ in missing)
         for size in reversed(buckets):
             if size <= usual:
                 break
             num_tokens = size - num_decodes
             seconds = _first_s(missing, num_tokens)
             if (
-                sum(count for count, _ in missing) >= _LEAST_FULL * num_tokens
+                num_missing >= _LEAST_FULL * num_tokens
                 and seconds <= _LONGEST_S
                 and self._waits(_MIN_WAITING * seconds, prompts, waiting)
             ):
