@@ -38,9 +38,8 @@ def attend_all_layers(
     def one_shard(pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
         *metadata, tiles = rows
         for pages in pools:
-            tiles, q = jax.lax.optimization_barrier(
-                (tiles, q)
-            )  # no layer decodes its pages ahead of its turn
+            # No layer decodes its pages ahead of its turn.
+            tiles, q = jax.lax.optimization_barrier((tiles, q))
             q = ragged_paged_attention(
                 q,
                 pages,

@@ -14,7 +14,6 @@ varies, the grid has the powers of two. On a GPU it has 128 steps between two of
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Final, NamedTuple
 
 import jax.numpy as jnp
@@ -285,8 +284,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> in
     num_tokens = config.scheduler.max_num_batched_tokens
     # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
     per_token = 8 * model.hidden_size + 4 * -(-model.intermediate_size // num_devices)
-    most_running = max(_most_running(config), 1)
-    num_rows = min(replace(config.scheduler, max_num_running=most_running).sample_limit, num_tokens)
+    running = config.with_num_running(max(_most_running(config), 1)).scheduler
+    num_rows = min(running.sample_limit, num_tokens)
     num_bytes = _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
     return num_bytes + _scratch_bytes(config, model, num_devices)
 
