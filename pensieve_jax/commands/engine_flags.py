@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # these import JAX, which the server's front end does not loa
     from model_defs import ModelConfig
     from pensieve_jax import LLM
     from pensieve_jax.assembly import Assembled
+    from pensieve_jax.device.model_runner import ModelRunner
+    from pensieve_jax.engine.runner import Runner
 
 CACHE_DIR = user_cache_dir()
 """Directory where interactive commands store compiled steps for the next start."""
@@ -279,8 +281,11 @@ def open_llm(*, config: EngineConfig | None = None, history: str | None = None) 
     )
 
 
-def open_parts(config: EngineConfig) -> Assembled:
-    """Assemble an engine of the flags' model without a history file; errors as in `open_llm`."""
+def open_parts(config: EngineConfig, *, wrap: Callable[[ModelRunner], Runner] | None = None) -> Assembled:
+    """Assemble an engine of the flags' model without a history file, on what `wrap` returns for the runner.
+
+    Errors are those of `open_llm`.
+    """
     from pensieve_jax.assembly import assemble
 
     return assemble(
@@ -290,6 +295,7 @@ def open_parts(config: EngineConfig) -> Assembled:
         synchronous="normal",
         config=config,
         progress=shows_progress(),
+        wrap=wrap,
     )
 
 

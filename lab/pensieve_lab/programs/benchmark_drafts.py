@@ -34,14 +34,13 @@ from typing import Any
 from absl import flags
 
 from pensieve_jax import ConfigError, EngineConfig, SamplingParams
-from pensieve_jax.assembly import assemble
 from pensieve_jax.commands.engine_flags import (
     TINY_MODEL,
     define_engine_flags,
     engine_config,
     model_limits,
+    open_parts,
     refuse_sizes,
-    shows_progress,
 )
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
@@ -145,15 +144,7 @@ def measure(
         wrapped.append(ScriptedRunner(runner))
         return wrapped[0]
 
-    parts = assemble(
-        FLAGS.model,
-        dtype=FLAGS.dtype,
-        history=None,
-        synchronous="normal",
-        config=config,
-        progress=shows_progress(),
-        wrap=wrap,
-    )
+    parts = open_parts(config, wrap=wrap)
     load = Load(parts.engine, wrapped[0])
     figures: Figures = {}
     load.measure(next(iter(sets.values()))[:2], 1)  # warms up
