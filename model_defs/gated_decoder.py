@@ -25,10 +25,12 @@ def check_rotary(config: ModelConfig) -> None:
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
+    """Gated MLP; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
 
     def __init__(self, build: Build) -> None:
         config = build.config
+        assert config.gate is not None, "the family's activations are those of a gated MLP"
+        self.gate = config.gate
         hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)
         self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
@@ -38,7 +40,7 @@ class GatedMLP(nnx.Module):
 
         See `Linear.deferred`.
         """
-        return self.down.deferred(self.gate_up.gated(x))
+        return self.down.deferred(self.gate_up.gated(x, self.gate))
 
 
 class GatedBlocks(nnx.Module):
