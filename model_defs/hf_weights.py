@@ -26,6 +26,7 @@ from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
+_PREFIXES = ("model.", "language_model.", "model.", "decoder.")  # in this order; a multimodal one has three
 _HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
@@ -73,7 +74,9 @@ def _assembler(
 
 def _short(name: str) -> str:
     """Return a tensor's name without the prefixes that differ between exports of one model."""
-    return name.removeprefix("model.").removeprefix("decoder.")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

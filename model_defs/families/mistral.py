@@ -43,6 +43,20 @@ _PRESETS = {
         eos_token_ids=(2,),
         rope=RopeConfig(theta=1e6),
     ),
+    "mistral-small-24b": ModelConfig(  # Small 3.1 and 3.2
+        architecture="mistral",
+        num_layers=40,
+        hidden_size=5120,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=32768,
+        vocab_size=131072,
+        max_position_embeddings=131072,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        rope=RopeConfig(theta=1e9),
+    ),
     "mistral-tiny": tiny_preset("mistral", num_heads=8),
 }
 

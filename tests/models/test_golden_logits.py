@@ -16,14 +16,17 @@ def test_every_variant_is_there() -> None:
         "llama_default",
         "llama_gqa_linear",
         "llama_yarn",
+        "mistral3",
         "mistral_gqa",
         "mistral_window",
         "opt_post_norm",
         "opt_pre_norm",
+        "qwen2_5_vl",
         "qwen2_tied",
         "qwen2_untied",
         "qwen3_bias",
         "qwen3_gqa",
+        "qwen3_vl",
     ]
 
 

@@ -43,6 +43,7 @@ BILLIONS = {
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
+    "mistral-small-24b": 23.57,
 }
 TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny"]
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
