@@ -41,18 +41,41 @@ class GatedMLP(nnx.Module):
         return self.down.deferred(self.gate_up.gated(x))
 
 
-class GatedLayer(nnx.Module):
-    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm."""
+class GatedBlocks(nnx.Module):
+    """Attention and gated MLP of a layer; a subclass places the norms around them."""
 
     def __init__(self, build: Build, *, qkv_bias: bool = False, out_bias: bool = False) -> None:
-        """Declare the layer's arrays. The family decides which attention projections have a bias."""
+        """Declare the blocks' arrays. The family decides which attention projections have a bias."""
         config = build.config
-        self.input_norm = RMSNorm(build)
         self.qkv = FusedQKV(build, bias=qkv_bias)
         heads = config.num_heads, config.head_dim
         self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias)
-        self.mlp_norm = RMSNorm(build)
         self.mlp = GatedMLP(build)
+
+    def attend(
+        self,
+        layer_index: int,
+        x: jax.Array,
+        rotation: tuple[jax.Array, jax.Array],
+        attention: Attention,
+    ) -> Summand:
+        """Map the attention block's input [T, hidden_size] to its output, of the same shape."""
+        q, k, v = self.project(x)
+        return self.out.deferred(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Map [T, hidden_size] to unrotated q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]."""
+        return self.qkv(x)
+
+
+class GatedLayer(GatedBlocks):
+    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm."""
+
+    def __init__(self, build: Build, *, qkv_bias: bool = False, out_bias: bool = False) -> None:
+        """Declare the layer's arrays; see `GatedBlocks`."""
+        super().__init__(build, qkv_bias=qkv_bias, out_bias=out_bias)
+        self.input_norm = RMSNorm(build)
+        self.mlp_norm = RMSNorm(build)
 
     def __call__(
         self,
@@ -61,23 +84,17 @@ class GatedLayer(nnx.Module):
         y: Summand | None,
         rotation: tuple[jax.Array, jax.Array],
         attention: Attention,
-    ) -> tuple[jax.Array, Summand]:
+    ) -> tuple[jax.Array, Summand | None]:
         """Run the layer on the stream f32[T, hidden_size] and a pending term; return both after the layer."""
         x, normed = self.input_norm.add(x, y)
-        q, k, v = self.project(normed)
-        y = self.out.deferred(attention(layer_index, rotate(q, *rotation), rotate(k, *rotation), v))
-        x, normed = self.mlp_norm.add(x, y)
+        x, normed = self.mlp_norm.add(x, self.attend(layer_index, normed, rotation, attention))
         return x, self.mlp(normed)
-
-    def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Map [T, hidden_size] to unrotated q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]."""
-        return self.qkv(normed)
 
 
 class GatedDecoder(Decoder):
     """Gated decoder model; see `Decoder`."""
 
-    def __init__(self, build: Build, make_layer: Callable[[], GatedLayer]) -> None:
+    def __init__(self, build: Build, make_layer: Callable[[], GatedBlocks]) -> None:
         """Declare every array, with one call of `make_layer` per layer. A loader sets the values."""
         config = build.config
         check_rotary(config)

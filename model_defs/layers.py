@@ -225,6 +225,12 @@ class Norm(nnx.Module):
             return y.sums.total_and_norm(x, y, *self._affine, norm=norm)
         return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
 
+    def of_sum(self, y: Summand) -> Hidden:
+        """Norm a term [T, hidden_size] before it is added to the stream; the result is float32."""
+        whole = finish_sum(y).astype(jnp.float32)
+        backend = choose_backend(whole.shape[1], _device(self.build.mesh))
+        return self._run(whole, None, jnp.dtype(jnp.float32), backend)[1]
+
     def _run(
         self, x: jax.Array, y: jax.Array | None, dtype: jnp.dtype, backend: str
     ) -> tuple[jax.Array, jax.Array]:
