@@ -1,10 +1,12 @@
 """Fingerprint of a model, computed without reading all weights.
 
 Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
-model. It depends on the arithmetic of the config and on the source of the weights, not on dtype, context
-length, mesh or directory. A converted checkpoint keeps the fingerprint of its source.
+model. It depends on the arithmetic of the config and on the source of the weights, not on dtype, mesh or
+directory, nor on the context length unless that chooses longrope's factors. A converted checkpoint keeps the
+fingerprint of its source.
 """
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -23,6 +25,7 @@ _NOT_ARITHMETIC = (
     "initial_norm_scale",
     "sliding_window",  # a window that would hide a token is rejected
 )
+_LATER_FIELDS = ("rotary_fraction", "short_factors", "long_factors")  # left out where they have their default
 
 
 def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0) -> str:
@@ -31,6 +34,12 @@ def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0)
     source and seed are those given to `load_model`. Raises CheckpointError if the source is unreadable.
     """
     fields = {key: value for key, value in config.to_json().items() if key not in _NOT_ARITHMETIC}
+    rope = config.rope.in_context(config.max_position_embeddings)
+    fields["rope"] = {
+        field.name: value
+        for field in dataclasses.fields(rope)
+        if (value := getattr(rope, field.name)) != field.default or field.name not in _LATER_FIELDS
+    }
     text = json.dumps(fields, sort_keys=True) + weights_digest(source, seed=seed)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest}"

@@ -68,6 +68,8 @@ def parse_gated(
         num_kv_heads = integer(values, "num_key_value_heads", num_heads)  # null means the number of heads
     else:
         num_kv_heads = defaults.num_kv_heads or num_heads
+    if "rope" not in fields:
+        fields["rope"] = parse_rope(values, common["max_position_embeddings"])
     config = ModelConfig(
         architecture=architecture,
         **common,
@@ -77,7 +79,6 @@ def parse_gated(
         tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
         activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
         norm_eps=number(values, "rms_norm_eps", defaults.norm_eps),
-        rope=parse_rope(values, common["max_position_embeddings"]),
         initializer_range=number(values, "initializer_range", 0.02),
         **fields,
     )

@@ -19,9 +19,19 @@ from model_defs.rope import cos_sin, inverse_frequencies, rotate
 
 
 def check_rotary(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError if `head_dim` is odd."""
-    if config.head_dim % 2:
-        raise UnsupportedModelError(f"head_dim={config.head_dim} must be even for rotary embeddings")
+    """Raise UnsupportedModelError if an odd part of a head is rotated, or has another number of factors."""
+    rope = config.rope
+    rotary_dim = rope.rotary_dim(config.head_dim)
+    if rotary_dim % 2 or not rotary_dim:
+        part = "" if rope.rotary_fraction == 1 else f" times rotary_fraction={rope.rotary_fraction}"
+        raise UnsupportedModelError(f"head_dim={config.head_dim}{part} must be even for rotary embeddings")
+    for name in ("short_factors", "long_factors") if rope.kind == "longrope" else ():
+        num_factors = len(getattr(rope, name))
+        if num_factors != rotary_dim // 2:
+            raise UnsupportedModelError(
+                f"rope.{name} has {num_factors} numbers; it must have {rotary_dim // 2}, one for each pair "
+                f"of rotated elements of a head"
+            )
 
 
 class GatedMLP(nnx.Module):
@@ -119,7 +129,7 @@ class GatedDecoder(Decoder):
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
     ) -> jax.Array:
-        rope = self.config.rope
+        rope = self.config.rope.in_context(self.config.max_position_embeddings)
         rotation = cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
         y = None  # the next layer's norm adds a layer's output in the same pass
         for layer_index in range(start, stop):

@@ -72,6 +72,7 @@ _QWEN2 = {
 _QWEN3 = _QWEN2 | {"head_dim": 16}
 _OLMO2 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
+_PHI3 = {"hidden_size": 32, "intermediate_size": 40}
 _QWEN_VISION = {
     "depth": 1,
     "hidden_size": 8,
@@ -154,6 +155,41 @@ VARIANTS: dict[str, Variant] = {
         _MISTRAL | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
         vision=_PIXTRAL,
         seed=103,
+    ),
+    "phi3_long": Variant(
+        "phi3",
+        _PHI3
+        | {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.1, 1.3, 1.2],
+                "long_factor": [1.5, 3.0, 8.0],
+            },
+        },
+        seed=104,
+    ),
+    "phi3_short": Variant(
+        "phi3",
+        _PHI3
+        | {
+            "sliding_window": 48,
+            "original_max_position_embeddings": 48,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "attention_factor": 1.3,
+                "short_factor": [1.1, 1.3, 1.2, 2.0],
+                "long_factor": [1.5, 3.0, 8.0, 9.0],
+            },
+        },
+        "float16",
+        max_shard_size="15KB",
+        seed=105,
     ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(

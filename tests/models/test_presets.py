@@ -44,9 +44,18 @@ BILLIONS = {
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
+    "phi4": 14.66,
     "olmo2-7b": 7.30,
 }
-TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "olmo2-tiny"]
+TINY = [
+    "opt-tiny",
+    "llama-tiny",
+    "qwen2-tiny",
+    "qwen3-tiny",
+    "mistral-tiny",
+    "phi3-tiny",
+    "olmo2-tiny",
+]
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
