@@ -11,10 +11,11 @@ from flax import nnx
 
 from model_defs.all_reduce import Summand
 from model_defs.attention import Attention
-from model_defs.config import ModelConfig
+from model_defs.config import LayerKind, ModelConfig
 from model_defs.gated_checkpoints import gated_weight_map
 from model_defs.gated_decoder import GatedBlocks
 from model_defs.layers import Build, RMSNorm, declare
+from model_defs.rope import Rotation
 from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe, WeightMap
 
@@ -43,10 +44,10 @@ class AllHeadsNorm(nnx.Module):
 class OlmoLayer(GatedBlocks):
     """Gated decoder layer that adds the normed outputs of attention and MLP to the stream."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, kind: LayerKind) -> None:
         """Declare the layer's arrays."""
         config = build.config
-        super().__init__(build, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+        super().__init__(build, kind, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
         self.q_norm = AllHeadsNorm(build, config.num_heads)
         self.k_norm = AllHeadsNorm(build, config.num_kv_heads)
         self.attention_out_norm = RMSNorm(build)
@@ -57,7 +58,7 @@ class OlmoLayer(GatedBlocks):
         layer_index: int,
         x: jax.Array,
         y: Summand | None,
-        rotation: tuple[jax.Array, jax.Array],
+        rotation: Rotation | None,
         attention: Attention,
     ) -> tuple[jax.Array, None]:
         """Run the layer on the stream f32[T, hidden_size]; no term is pending before or after it."""

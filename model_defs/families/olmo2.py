@@ -4,6 +4,7 @@ Owns the family's config.json, weight map and presets. The chat template writes 
 start of a conversation and after each reply, and continues a conversation unchanged.
 """
 
+import functools
 from typing import Any
 
 from model_defs.config import ModelConfig, RopeConfig
@@ -36,7 +37,7 @@ _PRESETS = {
         max_position_embeddings=4096,
         eos_token_ids=(100257,),
         norm_eps=1e-6,
-        rope=RopeConfig(theta=5e5),
+        ropes=(RopeConfig(theta=5e5),),
     ),
     "olmo2-tiny": tiny_preset("olmo2"),
 }
@@ -53,7 +54,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _make_model(build: Build) -> GatedDecoder:
-    return GatedDecoder(build, lambda: OlmoLayer(build))
+    return GatedDecoder(build, functools.partial(OlmoLayer, build))
 
 
 FAMILY = Family(

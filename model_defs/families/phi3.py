@@ -4,13 +4,14 @@ Owns the family's config.json, weight map and presets. A checkpoint has queries,
 tensor, and gate and up in another. Phi-4-mini rotates three quarters of each head. Models with a long context
 divide each rotary frequency by one of two tables (longrope). transformers changes the table within a long
 sequence, which would make cached keys wrong. Here the served context decides once, for sequences of any
-length. A window that is shorter than the context limits the context that can be served (Phi-3-mini-4k). The
-chat templates write markers such as `<|user|>` around a message and can continue a conversation unchanged.
+length. A sliding window is that of all layers, as in Phi-3-mini. The chat templates write markers such as
+`<|user|>` around a message and can continue a conversation unchanged.
 """
 
+import functools
 from typing import Any
 
-from model_defs.config import ModelConfig, RopeConfig
+from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
@@ -43,9 +44,9 @@ _PRESETS = {
         max_position_embeddings=16384,
         bos_token_id=100257,
         eos_token_ids=(100265,),
-        rope=RopeConfig(theta=250000.0),
+        ropes=(RopeConfig(theta=250000.0),),
     ),
-    "phi3-tiny": tiny_preset("phi3", rope=RopeConfig(rotary_fraction=0.75)),
+    "phi3-tiny": tiny_preset("phi3", ropes=(RopeConfig(rotary_fraction=0.75),)),
 }
 
 
@@ -56,15 +57,17 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
         window = integer(values, "sliding_window")
     max_positions = integer(values, "max_position_embeddings", _DEFAULTS.max_positions)
     rope = parse_longrope(values, max_positions, _DEFAULT_ORIGINAL)
-    return parse_gated("phi3", values, generation, _DEFAULTS, sliding_window=window, rope=rope)
+    kinds = (LayerKind(window=window),) * integer(values, "num_hidden_layers")
+    return parse_gated("phi3", values, generation, _DEFAULTS, layer_kinds=kinds, ropes=(rope,))
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return written_gated(config) | {"sliding_window": config.sliding_window}
+    kinds = config.layer_kinds or (LayerKind(),)
+    return written_gated(config) | {"sliding_window": kinds[0].window}
 
 
 def _make_model(build: Build) -> GatedDecoder:
-    return GatedDecoder(build, lambda: GatedLayer(build))
+    return GatedDecoder(build, functools.partial(GatedLayer, build))
 
 
 def _weight_map(config: ModelConfig) -> WeightMap:

@@ -165,14 +165,14 @@ def test_published_text_halves(name: str) -> None:
     config = parse_hf_config(values)
     assert num_parameters(config) / 1e9 == pytest.approx(billions, rel=0.002)
     assert parse_hf_config(as_saved_now(values)) == config
-    assert config.dtype == "bfloat16" and config.sliding_window is None
+    assert config.dtype == "bfloat16" and not config.layer_kinds
 
 
 def test_the_text_half_is_a_plain_model_of_its_family() -> None:
     assert parse_hf_config(QWEN2_5_VL_7B) == preset("qwen2.5-7b", max_position_embeddings=128000)
     larger = parse_hf_config(PUBLISHED["Qwen3-VL-8B"][0])
     theta = RopeConfig(theta=5e6)
-    assert larger == preset("qwen3-8b", max_position_embeddings=262144, rope=theta)
+    assert larger == preset("qwen3-8b", max_position_embeddings=262144, ropes=(theta,))
     assert parse_hf_config(MISTRAL_SMALL_3_1) == preset("mistral-small-24b")
 
 
@@ -186,11 +186,11 @@ def test_missing_options_have_the_defaults_of_transformers() -> None:
         return parse_hf_config(outer | {"text_config": {key: text[key] for key in required}})
 
     config = bare(changed(QWEN2_5_VL_7B, num_attention_heads=56))
-    assert (config.num_kv_heads, config.norm_eps, config.rope.theta) == (8, 1e-5, 1e6)
+    assert (config.num_kv_heads, config.norm_eps, config.ropes[0].theta) == (8, 1e-5, 1e6)
     assert (config.bos_token_id, config.eos_token_ids) == (151643, (151645,))
     assert config.max_position_embeddings == 32768 and not config.tie_word_embeddings
     config = bare(QWEN3_VL_4B)
-    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (32, 128, 5e5)
+    assert (config.num_kv_heads, config.head_dim, config.ropes[0].theta) == (32, 128, 5e5)
     assert (config.max_position_embeddings, config.eos_token_ids) == (128000, ())
 
 
@@ -200,6 +200,11 @@ def test_outer_options() -> None:
     config = parse_hf_config(nothing)
     assert (config.eos_token_ids, config.dtype, config.tie_word_embeddings) == ((7,), "float16", True)
     assert not parse_hf_config(QWEN3_VL_4B | {"tie_word_embeddings": False}).tie_word_embeddings
+
+
+def test_a_window_is_that_of_the_text_half() -> None:
+    windowed = changed(QWEN2_5_VL_7B, use_sliding_window=True, max_window_layers=20)
+    assert [kind.window for kind in parse_hf_config(windowed).layer_kinds] == [None] * 20 + [32768] * 8
 
 
 @pytest.mark.parametrize(
@@ -221,7 +226,6 @@ def test_outer_options() -> None:
             changed(MISTRAL_SMALL_3_1, rope_scaling={"type": "mrope", "mrope_section": [1]}),
             "rope_type='mrope'",
         ),
-        (changed(QWEN2_5_VL_7B, use_sliding_window=True, max_window_layers=0), "sliding_window=32768 is not"),
         (QWEN3_VL_4B | {"quantization_config": {"quant_method": "fp8"}}, "quantized by FP8"),
     ],
 )

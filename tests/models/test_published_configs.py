@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from model_defs import (
+    LayerKind,
     ModelConfig,
     RopeConfig,
     UnsupportedModelError,
@@ -105,17 +106,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "OLMo-2-1124-7B": (OLMO2, 7.299, {"head_dim": 128, "group_size": 1}),
     "OLMo-2-1124-13B": (OLMO2 | sizes(40, 5120, 40, 40, 13824), 13.716, {"head_dim": 128}),
     "OLMo-2-0325-32B": (OLMO2 | sizes(64, 5120, 40, 8, 27648), 32.234, {"group_size": 5}),
-    "Phi-3-mini-128k": (PHI3_MINI | longrope("su", 48), 3.821, {"head_dim": 96, "sliding_window": 262144}),
+    "Phi-3-mini-4k": (PHI3_MINI_4K, 3.821, {"head_dim": 96, "windows": (2047,), "ropes": (RopeConfig(),)}),
+    "Phi-3-mini-128k": (
+        PHI3_MINI | longrope("su", 48),
+        3.821,
+        {"layer_kinds": (LayerKind(window=262144),) * 32, "windows": (None,)},
+    ),
     "Phi-3-medium-128k": (
         PHI4 | longrope("su", 64) | PHI3_TOKENS | {"sliding_window": 131072},
         13.960,
         {"head_dim": 128, "group_size": 4},
     ),
-    "Phi-4": (PHI4, 14.660, {"head_dim": 128, "rope": RopeConfig(theta=250000.0)}),
+    "Phi-4": (PHI4, 14.660, {"head_dim": 128, "ropes": (RopeConfig(theta=250000.0),)}),
     "Phi-4-reasoning": (
         PHI4 | {"max_position_embeddings": 32768, "rope_theta": 500000},
         14.660,
-        {"rope": RopeConfig(theta=500000.0)},
+        {"ropes": (RopeConfig(theta=500000.0),)},
     ),
     "Phi-4-mini": (PHI4_MINI, 3.836, {"head_dim": 128, "group_size": 3, "eos_token_ids": (199999,)}),
 }
@@ -155,30 +161,32 @@ def test_options_and_defaults(values: dict[str, Any], fields: dict[str, Any]) ->
 
 def test_longrope_is_read() -> None:
     """Phi-3.5-mini is Phi-3-mini-128k with other factors and the present name of the kind."""
-    rope = parse_hf_config(PHI3_MINI).rope
-    assert parse_hf_config(PHI3_MINI | longrope("su", 48)).rope == rope
-    assert parse_hf_config(PHI3_MINI | longrope("yarn", 48)).rope == rope
+    (rope,) = parse_hf_config(PHI3_MINI).ropes
+    assert parse_hf_config(PHI3_MINI | longrope("su", 48)).ropes == (rope,)
+    assert parse_hf_config(PHI3_MINI | longrope("yarn", 48)).ropes == (rope,)
     assert (rope.kind, rope.original_max_positions, rope.rotary_fraction) == ("longrope", 4096, 1.0)
     assert rope.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)
     assert (rope.short_factors[-1], rope.long_factors[-1]) == (1.0, 48.0)
-    assert parse_hf_config(PHI4_MINI).rope == dataclasses.replace(rope, rotary_fraction=0.75)
+    assert parse_hf_config(PHI4_MINI).ropes == (dataclasses.replace(rope, rotary_fraction=0.75),)
     new = PHI3_MINI["rope_scaling"] | {"rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0}
     new |= {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 4096}
     new |= {name: new[name][:24] for name in ("short_factor", "long_factor")}
-    rope = parse_hf_config(without(PHI3_MINI, "rope_scaling", "rope_theta") | {"rope_parameters": new}).rope
+    bare = without(PHI3_MINI, "rope_scaling", "rope_theta")
+    (rope,) = parse_hf_config(bare | {"rope_parameters": new}).ropes
     assert rope.attention_factor == pytest.approx((1 + 4 / 12) ** 0.5)
     assert (len(rope.long_factors), rope.rotary_fraction) == (24, 0.5)
     bare = parse_hf_config(without(PHI3_MINI, "original_max_position_embeddings"))
     assert bare == parse_hf_config(PHI3_MINI)
     new = PHI3_MINI["rope_scaling"] | {"attention_factor": 1.5}
-    assert parse_hf_config(PHI3_MINI | {"rope_scaling": new}).rope.attention_factor == 1.5
+    assert parse_hf_config(PHI3_MINI | {"rope_scaling": new}).ropes[0].attention_factor == 1.5
 
 
 def test_the_served_context_chooses_the_factors_of_longrope() -> None:
     config = parse_hf_config(PHI3_MINI)
-    long, short = ((), config.rope.long_factors), (config.rope.short_factors, ())
+    (both,) = config.ropes
+    long, short = ((), both.long_factors), (both.short_factors, ())
     for context, expected in ((131072, long), (4097, long), (4096, short), (100, short)):
-        rope = config.rope.in_context(context)
+        rope = both.in_context(context)
         assert (rope.short_factors, rope.long_factors) == expected
     served = [model_fingerprint(config.with_context(context), "random:x") for context in (131072, 4097)]
     assert len({*served, model_fingerprint(config.with_context(4096), "random:x")}) == 2
@@ -186,17 +194,11 @@ def test_the_served_context_chooses_the_factors_of_longrope() -> None:
     assert model_fingerprint(plain, "random:x") == model_fingerprint(plain.with_context(9), "random:x")
 
 
-def test_a_phi3_with_a_short_window_is_served_within_it() -> None:
-    config = parse_hf_config(PHI3_MINI_4K | {"max_position_embeddings": 2047})
-    assert (config.sliding_window, config.rope) == (2047, RopeConfig())
-
-
 def scaled(**options: Any) -> dict[str, Any]:
     return PHI3_MINI | {"rope_scaling": PHI3_MINI["rope_scaling"] | options}
 
 
 REFUSED = [
-    (PHI3_MINI_4K, "sliding_window=2047 is not supported .* set max_position_embeddings to at most 2047"),
     (scaled(type="linear", factor=2.0), "rope_type='linear' is not supported in this family; 'default' and"),
     (scaled(type="dynamic"), "rope_type='dynamic' is not supported in this family"),
     (scaled(short_factor=[1.0] * 47), "short_factors has 47 numbers; it must have 48"),
