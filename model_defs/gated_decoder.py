@@ -20,9 +20,21 @@ from model_defs.sharding import TENSOR_AXIS
 
 
 def check_rotary(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError if `head_dim` is odd."""
-    if config.head_dim % 2:
-        raise UnsupportedModelError(f"head_dim={config.head_dim} must be even for rotary embeddings")
+    """Raise UnsupportedModelError if an odd part of a head is rotated, or has another number of factors."""
+    for rope in config.ropes:
+        rotary_dim = rope.rotary_dim(config.head_dim)
+        if rotary_dim % 2 or not rotary_dim:
+            part = "" if rope.rotary_fraction == 1 else f" times rotary_fraction={rope.rotary_fraction}"
+            raise UnsupportedModelError(
+                f"head_dim={config.head_dim}{part} must be even for rotary embeddings"
+            )
+        for name in ("short_factors", "long_factors") if rope.kind == "longrope" else ():
+            num_factors = len(getattr(rope, name))
+            if num_factors != rotary_dim // 2:
+                raise UnsupportedModelError(
+                    f"rope.{name} has {num_factors} numbers; it must have {rotary_dim // 2}, one for each "
+                    f"pair of rotated elements of a head"
+                )
 
 
 class GatedMLP(nnx.Module):
@@ -149,7 +161,8 @@ class GatedDecoder(Decoder):
 
     def _rotation(self, positions: jax.Array, rope: RopeConfig) -> Rotation:
         """Return cos and sin of one rotary embedding, which its layers share."""
-        return cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
+        served = rope.in_context(self.config.max_position_embeddings)
+        return cos_sin(positions, inverse_frequencies(served, self.config.head_dim), rope.attention_factor)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         return self.final_norm(x)

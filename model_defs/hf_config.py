@@ -13,6 +13,7 @@ from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_json, read_sa
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import written_common_fields
+from model_defs.multimodal import MULTIMODAL, text_half
 from model_defs.other_formats import refuse_other_formats, refuse_quantized
 from model_defs.registry import FAMILIES, family
 
@@ -53,9 +54,10 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
     Raises UnsupportedModelError, which names the architecture, option or missing field.
     """
-    found = _family(values)
+    half = text_half(values)
+    found = _family(half)
     refuse_quantized(values)
-    return found.parse(values, generation)
+    return found.parse(half, generation)
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -96,5 +98,5 @@ def _family(values: dict[str, Any]) -> Family:
         return found[0]
     raise UnsupportedModelError(
         f"architectures={names!r}, model_type={model_type!r} is not supported; "
-        f"supported: {', '.join(row.hf_architecture for row in FAMILIES.values())}"
+        f"supported: {', '.join([*(row.hf_architecture for row in FAMILIES.values()), *MULTIMODAL])}"
     )

@@ -1,9 +1,9 @@
 """Loading of a model from the tensors of a Hugging Face checkpoint.
 
 Owns the check that a checkpoint has exactly the tensors of the config. It reads only headers, except that
-the bytes of a tied head are compared with its table. Each parameter is made of one to three tensors, by the
-recipes of hf_recipes. They are copied to the devices in the file's form, and cast, transposed and fused
-there, one parameter at a time.
+the bytes of a tied head are compared with its table. Each parameter is made of one to three tensors, or of
+sections of one, by the recipes of hf_recipes. They are copied to the devices in the file's form, and cast,
+transposed and fused there, one parameter at a time.
 """
 
 import functools
@@ -26,6 +26,7 @@ from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
+_PREFIXES = ("model.", "language_model.", "model.", "decoder.")  # in this order; a multimodal one has three
 _HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
@@ -48,8 +49,11 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
             axes = [None] * (recipe_.split_axis or 0) + [TENSOR_AXIS] * (recipe_.split_axis is not None)
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
         parts = []
-        for short in recipe_.names:
+        for index, short in enumerate(recipe_.names):
             tensor = by_short_name[short].read()
+            if recipe_.sections:
+                where = (slice(None),) * (recipe_.split_axis or 0) + (slice(*recipe_.sections[index]),)
+                tensor = tensor[where]
             if name == "position_table":
                 tensor = tensor[: target.shape[0]]  # a lowered context length takes the first rows
             # A copy, since on a CPU the device array may share the host array, which is a view of the file.
@@ -73,7 +77,9 @@ def _assembler(
 
 def _short(name: str) -> str:
     """Return a tensor's name without the prefixes that differ between exports of one model."""
-    return name.removeprefix("model.").removeprefix("decoder.")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

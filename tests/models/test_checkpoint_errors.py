@@ -369,6 +369,8 @@ def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> Non
         ("qwen2_untied", 2),
         ("qwen3_bias", 2),
         ("mistral_gqa", 2),
+        ("phi3_long", 2),
+        ("phi3_short", 4),
         ("olmo2_bias", 2),
     ],
 )

@@ -43,9 +43,19 @@ BILLIONS = {
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
+    "mistral-small-24b": 23.57,
+    "phi4": 14.66,
     "olmo2-7b": 7.30,
 }
-TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "olmo2-tiny"]
+TINY = [
+    "opt-tiny",
+    "llama-tiny",
+    "qwen2-tiny",
+    "qwen3-tiny",
+    "mistral-tiny",
+    "phi3-tiny",
+    "olmo2-tiny",
+]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
