@@ -18,6 +18,7 @@ VARIANTS = {
     "mistral_gqa": "mistral",
     "phi3_long": "phi3",
     "olmo2_gqa": "olmo2",
+    "glm4_bias": "glm4",
 }
 
 

@@ -197,6 +197,29 @@ VARIANTS: dict[str, Variant] = {
         _OLMO2 | {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": _ROPE_YARN},
         seed=202,
     ),
+    "glm4_bias": Variant(
+        "glm4",
+        _GQA
+        | {
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 3000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        seed=211,
+    ),
+    "glm4_yarn": Variant(
+        "glm4",
+        _GQA
+        | {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE_YARN | {"partial_rotary_factor": 0.5},
+        },
+        seed=212,
+    ),
 }
 """Variants by name. Append new ones at the end, with a seed that no other has."""
 
@@ -213,12 +236,13 @@ def build(variant: Variant, seed: int) -> Any:
         maker = AutoModelForImageTextToText
     config = AutoConfig.for_model(variant.model_type, **options)
     model = maker.from_config(config, attn_implementation="eager")
+    center = 0.0 if variant.model_type.startswith("gemma") else 1.0  # Gemma's norms add one to the weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = name.endswith("weight") and parameter.ndim == 1
-            parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.3 * noise)
+            parameter.copy_(center + 0.2 * noise if is_scale else 0.3 * noise)
             # Saved weights are rounded, and logits must be those of the rounded weights.
             parameter.copy_(parameter.to(getattr(torch, variant.save_dtype)).float())
     return model.eval()

@@ -46,6 +46,7 @@ BILLIONS = {
     "mistral-small-24b": 23.57,
     "phi4": 14.66,
     "olmo2-7b": 7.30,
+    "glm4-9b": 9.40,
 }
 TINY = [
     "opt-tiny",
@@ -55,6 +56,7 @@ TINY = [
     "mistral-tiny",
     "phi3-tiny",
     "olmo2-tiny",
+    "glm4-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED

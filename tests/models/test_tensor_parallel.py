@@ -27,6 +27,7 @@ CONFIGS = {
     "mistral": preset("mistral-tiny", initial_norm_scale=1.0),
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -60,6 +61,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "mistral": (2,),
                     "phi3": (2,),
                     "olmo2": (2,),
+                    "glm4": (2,),
                 }
             }.items()
         ),

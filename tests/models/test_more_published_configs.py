@@ -1,0 +1,111 @@
+"""config.json of GLM-4, SmolLM3, OLMo 3, Cohere 2 and Gemma as published, by hand, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from model_defs import (
+    ModelConfig,
+    RopeConfig,
+    UnsupportedModelError,
+    num_parameters,
+    preset,
+)
+from model_defs.hf_config import hf_config, parse_hf_config
+from tests.models.test_hf_config import without
+from tests.models.test_published_configs import named, sizes
+
+GLM4 = named(
+    "glm4",
+    "Glm4ForCausalLM",
+    **sizes(40, 4096, 32, 2, 13696),
+    attention_bias=False,
+    eos_token_id=[151329, 151336, 151338],
+    head_dim=128,
+    max_position_embeddings=32768,
+    pad_token_id=151329,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    vocab_size=151552,
+)
+
+PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
+    "GLM-4-9B-0414": (GLM4, 9.400, {"attention_bias": False, "norm_eps": 1e-5}),
+    "GLM-4-32B-0414": (GLM4 | sizes(61, 6144, 48, 2, 23040), 32.566, {"head_dim": 128}),
+}
+"""Values of the file, billions of parameters, and what is expected of the config."""
+
+PRESETS = {
+    "glm4-9b": "GLM-4-9B-0414",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    values, billions, expected = PUBLISHED[name]
+    config = parse_hf_config(values)
+    assert num_parameters(config) / 1e9 == pytest.approx(billions, rel=0.001)
+    assert config.dtype == "bfloat16"
+    assert {field: getattr(config, field) for field in expected} == expected
+    assert parse_hf_config(hf_config(config)) == config
+    assert parse_hf_config(without(values, "architectures")) == config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_published_models(name: str) -> None:
+    assert parse_hf_config(PUBLISHED[PRESETS[name]][0]) == preset(name)
+
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (GLM4, {"attention_bias": ...}, {"attention_bias": True}),
+    (GLM4, {"num_key_value_heads": ..., "head_dim": ..., "partial_rotary_factor": ...}, {}),
+    (GLM4, {"eos_token_id": None}, {}),
+    (GLM4, {"rms_norm_eps": ...}, {"norm_eps": 1.5625e-7}),
+    (GLM4, {"partial_rotary_factor": 0.25}, {"ropes": (RopeConfig(rotary_fraction=0.25),)}),
+    (
+        GLM4,
+        {
+            "rope_theta": ...,
+            "partial_rotary_factor": ...,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 7e3, "partial_rotary_factor": 1.0},
+        },
+        {"ropes": (RopeConfig(theta=7e3),)},
+    ),
+]
+"""A file, options to change (`...` leaves one out), and the fields of the config that follow."""
+
+
+@pytest.mark.parametrize(("values", "options", "fields"), OPTIONS)
+def test_options_and_defaults(
+    values: dict[str, Any], options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    left_out = [name for name, value in options.items() if value is ...]
+    changed = {name: value for name, value in options.items() if value is not ...}
+    config = parse_hf_config(without(values, *left_out) | changed)
+    assert config == dataclasses.replace(parse_hf_config(values), **fields)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (GLM4, {"partial_rotary_factor": 0.01}, "times rotary_fraction=0.01 must be even"),
+    (GLM4, {"partial_rotary_factor": 1.5}, "rotary_fraction=1.5 must be at most 1"),
+    (GLM4, {"partial_rotary_factor": "half"}, "partial_rotary_factor='half' must be a finite number"),
+    (GLM4, {"layer_types": ["sliding_attention"] * 40}, "layer_types: 'sliding_attention'"),
+    (GLM4, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (GLM4, {"model_type": "glm"}, "model_type='glm' is not supported"),
+    (GLM4, {"architectures": ["Glm4MoeForCausalLM"]}, "Glm4MoeForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("values", "options", "message"), REFUSED)
+def test_refused_by_name(values: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        parse_hf_config(values | options)
+
+
+def test_all_are_different() -> None:
+    configs: set[ModelConfig] = {parse_hf_config(values) for values, _, _ in PUBLISHED.values()}
+    assert len(configs) == len(PUBLISHED)
