@@ -26,6 +26,7 @@ from model_defs.families import (
     phi3,
     qwen2,
     qwen3,
+    smollm3,
 )
 from model_defs.family import Family
 from model_defs.layers import Build
@@ -45,6 +46,7 @@ FAMILIES: dict[str, Family] = {
         olmo2.FAMILY,
         phi3.FAMILY,
         glm4.FAMILY,
+        smollm3.FAMILY,
     )
 }
 """All families, by name."""

@@ -220,6 +220,24 @@ VARIANTS: dict[str, Variant] = {
         },
         seed=212,
     ),
+    "smollm3_nope": Variant(
+        "smollm3",
+        _GQA | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+        seed=203,
+    ),
+    "smollm3_window": Variant(
+        "smollm3",
+        _GQA
+        | {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+        },
+        seed=204,
+    ),
 }
 """Variants by name. Append new ones at the end, with a seed that no other has."""
 

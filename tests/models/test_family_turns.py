@@ -25,6 +25,7 @@ IN_SHORT = {  # one of each family that no other test of the engine serves
     "olmo2_gqa",
     "phi3_long",
     "glm4_bias",
+    "smollm3_nope",
 }
 
 

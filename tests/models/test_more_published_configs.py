@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from model_defs import (
+    LayerKind,
     ModelConfig,
     RopeConfig,
     UnsupportedModelError,
@@ -32,15 +33,39 @@ GLM4 = named(
     rope_theta=10000.0,
     vocab_size=151552,
 )
+SMOLLM3 = named(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    **sizes(36, 2048, 16, 4, 11008),
+    attention_bias=False,
+    bos_token_id=128000,
+    eos_token_id=128012,
+    layer_types=["full_attention"] * 36,
+    max_position_embeddings=65536,
+    max_window_layers=28,
+    mlp_bias=False,
+    no_rope_layer_interval=4,
+    no_rope_layers=[1, 1, 1, 0] * 9,
+    rms_norm_eps=1e-6,
+    rope_scaling=None,
+    rope_theta=5000000.0,
+    sliding_window=None,
+    use_sliding_window=False,
+    vocab_size=128256,
+)
+del SMOLLM3["tie_word_embeddings"]
 
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "GLM-4-9B-0414": (GLM4, 9.400, {"attention_bias": False, "norm_eps": 1e-5}),
     "GLM-4-32B-0414": (GLM4 | sizes(61, 6144, 48, 2, 23040), 32.566, {"head_dim": 128}),
+    "SmolLM3-3B": (SMOLLM3, 3.075, {"head_dim": 128, "windows": (None,)}),
+    "SmolLM3-3B-Base": (SMOLLM3 | {"eos_token_id": 128001}, 3.075, {"eos_token_ids": (128001,)}),
 }
 """Values of the file, billions of parameters, and what is expected of the config."""
 
 PRESETS = {
     "glm4-9b": "GLM-4-9B-0414",
+    "smollm3-3b": "SmolLM3-3B",
 }
 
 
@@ -75,6 +100,24 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         },
         {"ropes": (RopeConfig(theta=7e3),)},
     ),
+    (SMOLLM3, {"no_rope_layers": None, "layer_types": None, "tie_word_embeddings": True}, {}),
+    (SMOLLM3, {"no_rope_layers": [1] * 40}, {"layer_kinds": ()}),
+    (SMOLLM3, {"rope_theta": ...}, {"ropes": (RopeConfig(theta=2e6),)}),
+    (
+        SMOLLM3,
+        {"use_sliding_window": True, "sliding_window": 64, "layer_types": None},
+        {"layer_kinds": (LayerKind(), LayerKind(), LayerKind(), LayerKind(64, None)) * 9},
+    ),
+    (
+        SMOLLM3,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"] * 18,
+        },
+        {"layer_kinds": (LayerKind(64), LayerKind(), LayerKind(64), LayerKind(rope=None)) * 9},
+    ),
+    (SMOLLM3, {"use_sliding_window": True, "layer_types": None}, {}),
 ]
 """A file, options to change (`...` leaves one out), and the fields of the config that follow."""
 
@@ -97,6 +140,15 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLM4, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     (GLM4, {"model_type": "glm"}, "model_type='glm' is not supported"),
     (GLM4, {"architectures": ["Glm4MoeForCausalLM"]}, "Glm4MoeForCausalLM"),
+    (SMOLLM3, {"no_rope_layers": [1] * 35}, "must be a list of num_hidden_layers=36 entries, 0 or 1"),
+    (SMOLLM3, {"no_rope_layers": [2] * 36}, "must be a list of num_hidden_layers=36 entries, 0 or 1"),
+    (SMOLLM3, {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval=0 must be"),
+    (SMOLLM3, {"layer_types": ["sliding_attention"] * 36}, "layer_types: 'sliding_attention'"),
+    (
+        SMOLLM3,
+        {"layer_types": ["sliding_attention"] * 36, "use_sliding_window": True},
+        "sliding_window=None must be a positive integer",
+    ),
 ]
 
 

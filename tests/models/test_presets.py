@@ -47,6 +47,7 @@ BILLIONS = {
     "phi4": 14.66,
     "olmo2-7b": 7.30,
     "glm4-9b": 9.40,
+    "smollm3-3b": 3.08,
 }
 TINY = [
     "opt-tiny",
@@ -57,6 +58,7 @@ TINY = [
     "phi3-tiny",
     "olmo2-tiny",
     "glm4-tiny",
+    "smollm3-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED

@@ -28,6 +28,7 @@ CONFIGS = {
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
     "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
+    "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -62,6 +63,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "phi3": (2,),
                     "olmo2": (2,),
                     "glm4": (2,),
+                    "smollm3": (2,),
                 }
             }.items()
         ),
