@@ -22,6 +22,7 @@ from model_defs.families import (
     llama,
     mistral,
     olmo2,
+    olmo3,
     opt,
     phi3,
     qwen2,
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Family] = {
         phi3.FAMILY,
         glm4.FAMILY,
         smollm3.FAMILY,
+        olmo3.FAMILY,
     )
 }
 """All families, by name."""

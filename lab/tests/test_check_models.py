@@ -20,6 +20,7 @@ VARIANTS = {
     "olmo2_gqa": "olmo2",
     "glm4_bias": "glm4",
     "smollm3_nope": "smollm3",
+    "olmo3_window": "olmo3",
 }
 
 

@@ -238,6 +238,21 @@ VARIANTS: dict[str, Variant] = {
         },
         seed=204,
     ),
+    "olmo3_window": Variant(
+        "olmo3",
+        _OLMO2
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 12,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": _ROPE_YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        },
+        seed=205,
+    ),
 }
 """Variants by name. Append new ones at the end, with a seed that no other has."""
 

@@ -26,6 +26,7 @@ IN_SHORT = {  # one of each family that no other test of the engine serves
     "phi3_long",
     "glm4_bias",
     "smollm3_nope",
+    "olmo3_window",
 }
 
 

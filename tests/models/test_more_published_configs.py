@@ -54,18 +54,49 @@ SMOLLM3 = named(
     vocab_size=128256,
 )
 del SMOLLM3["tie_word_embeddings"]
+OLMO3 = named(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    **sizes(32, 4096, 32, 32, 11008),
+    attention_bias=False,
+    eos_token_id=100257,
+    layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 8,
+    max_position_embeddings=65536,
+    pad_token_id=100277,
+    rms_norm_eps=1e-6,
+    rope_scaling={
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    rope_theta=500000,
+    sliding_window=4096,
+    vocab_size=100278,
+)
 
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "GLM-4-9B-0414": (GLM4, 9.400, {"attention_bias": False, "norm_eps": 1e-5}),
     "GLM-4-32B-0414": (GLM4 | sizes(61, 6144, 48, 2, 23040), 32.566, {"head_dim": 128}),
     "SmolLM3-3B": (SMOLLM3, 3.075, {"head_dim": 128, "windows": (None,)}),
     "SmolLM3-3B-Base": (SMOLLM3 | {"eos_token_id": 128001}, 3.075, {"eos_token_ids": (128001,)}),
+    "Olmo-3-1025-7B": (OLMO3, 7.298, {"windows": (None, 4096)}),
+    "Olmo-3-1125-32B": (
+        OLMO3
+        | sizes(64, 5120, 40, 8, 27648)
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 16},
+        32.233,
+        {"head_dim": 128},
+    ),
 }
 """Values of the file, billions of parameters, and what is expected of the config."""
 
 PRESETS = {
     "glm4-9b": "GLM-4-9B-0414",
     "smollm3-3b": "SmolLM3-3B",
+    "olmo3-7b": "Olmo-3-1025-7B",
 }
 
 
@@ -118,6 +149,27 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {"layer_kinds": (LayerKind(64), LayerKind(), LayerKind(64), LayerKind(rope=None)) * 9},
     ),
     (SMOLLM3, {"use_sliding_window": True, "layer_types": None}, {}),
+    (OLMO3, {"layer_types": None, "sliding_window": ..., "rope_theta": ...}, {}),
+    (
+        OLMO3,
+        {"rope_scaling": None},
+        {
+            "ropes": (RopeConfig(theta=5e5),),
+            "layer_kinds": (LayerKind(4096), LayerKind(4096), LayerKind(4096), LayerKind()) * 8,
+        },
+    ),
+    (
+        OLMO3,
+        {
+            "rope_scaling": ...,
+            "rope_theta": ...,
+            "rope_parameters": {
+                "full_attention": {**OLMO3["rope_scaling"], "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+            },
+        },
+        {"ropes": (preset("olmo3-7b").ropes[0], RopeConfig(theta=2e3))},
+    ),
 ]
 """A file, options to change (`...` leaves one out), and the fields of the config that follow."""
 
@@ -149,6 +201,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"layer_types": ["sliding_attention"] * 36, "use_sliding_window": True},
         "sliding_window=None must be a positive integer",
     ),
+    (OLMO3, {"layer_types": ["full_attention"] * 31}, "must be a list of num_hidden_layers=32 entries"),
+    (OLMO3, {"layer_types": ["chunked_attention"] * 32}, "layer_types: 'chunked_attention' is not supp"),
+    (OLMO3, {"sliding_window": None}, "sliding_window=None must be a positive integer"),
+    (OLMO3, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: versions of transformers differ"),
+    (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "must have sections full_attention and slid"),
+    (OLMO3, {"rope_parameters": {"full_attention": {}}}, "and no rope_scaling besides"),
 ]
 
 

@@ -48,6 +48,7 @@ BILLIONS = {
     "olmo2-7b": 7.30,
     "glm4-9b": 9.40,
     "smollm3-3b": 3.08,
+    "olmo3-7b": 7.30,
 }
 TINY = [
     "opt-tiny",
@@ -59,6 +60,7 @@ TINY = [
     "olmo2-tiny",
     "glm4-tiny",
     "smollm3-tiny",
+    "olmo3-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED

@@ -29,6 +29,7 @@ CONFIGS = {
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
     "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
     "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
+    "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -64,6 +65,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "olmo2": (2,),
                     "glm4": (2,),
                     "smollm3": (2,),
+                    "olmo3": (2,),
                 }
             }.items()
         ),
