@@ -18,6 +18,7 @@ from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
 from model_defs.families import (
+    cohere2,
     glm4,
     llama,
     mistral,
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         glm4.FAMILY,
         smollm3.FAMILY,
         olmo3.FAMILY,
+        cohere2.FAMILY,
     )
 }
 """All families, by name."""

@@ -21,6 +21,7 @@ VARIANTS = {
     "glm4_bias": "glm4",
     "smollm3_nope": "smollm3",
     "olmo3_window": "olmo3",
+    "cohere2_window": "cohere2",
 }
 
 

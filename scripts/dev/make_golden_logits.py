@@ -71,6 +71,14 @@ _QWEN2 = {
 }
 _QWEN3 = _QWEN2 | {"head_dim": 16}
 _OLMO2 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
+_COHERE2 = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "sliding_window": 12,
+    "layer_types": None,
+    "logit_scale": 0.5,
+    "hidden_size": 32,
+}
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
 _PHI3 = {"hidden_size": 32, "intermediate_size": 40}
 _QWEN_VISION = {
@@ -252,6 +260,10 @@ VARIANTS: dict[str, Variant] = {
             },
         },
         seed=205,
+    ),
+    "cohere2_window": Variant("cohere2", _COHERE2 | {"num_hidden_layers": 4}, seed=206),
+    "cohere2_bias": Variant(
+        "cohere2", _COHERE2 | {"attention_bias": True, "tie_word_embeddings": False}, seed=207
     ),
 }
 """Variants by name. Append new ones at the end, with a seed that no other has."""

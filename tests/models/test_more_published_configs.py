@@ -76,6 +76,34 @@ OLMO3 = named(
     sliding_window=4096,
     vocab_size=100278,
 )
+COHERE2 = named(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    **sizes(32, 4096, 32, 8, 14336),
+    attention_bias=False,
+    bos_token_id=5,
+    cache_implementation="hybrid",
+    eos_token_id=255001,
+    head_dim=128,
+    layer_norm_eps=1e-5,
+    layer_switch=4,
+    logit_scale=0.25,
+    max_position_embeddings=132096,
+    order_of_interleaved_layers="local_attn_first",
+    pad_token_id=0,
+    position_embedding_type="rope_gptj",
+    rope_scaling=None,
+    rope_theta=50000,
+    rotary_pct=1.0,
+    sliding_window=4096,
+    sliding_window_pattern=4,
+    use_embedding_sharing=True,
+    use_gated_activation=True,
+    use_parallel_block=True,
+    use_qk_norm=False,
+    vocab_size=256000,
+)
+del COHERE2["tie_word_embeddings"]
 
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "GLM-4-9B-0414": (GLM4, 9.400, {"attention_bias": False, "norm_eps": 1e-5}),
@@ -90,6 +118,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
         32.233,
         {"head_dim": 128},
     ),
+    "c4ai-command-r7b-12-2024": (COHERE2, 8.028, {"windows": (None, 4096), "tie_word_embeddings": True}),
+    "c4ai-command-a-03-2025": (
+        COHERE2 | sizes(64, 12288, 96, 8, 36864) | {"max_position_embeddings": 131072},
+        111.058,
+        {"head_dim": 128},
+    ),
 }
 """Values of the file, billions of parameters, and what is expected of the config."""
 
@@ -97,6 +131,7 @@ PRESETS = {
     "glm4-9b": "GLM-4-9B-0414",
     "smollm3-3b": "SmolLM3-3B",
     "olmo3-7b": "Olmo-3-1025-7B",
+    "command-r7b": "c4ai-command-r7b-12-2024",
 }
 
 
@@ -170,6 +205,15 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         },
         {"ropes": (preset("olmo3-7b").ropes[0], RopeConfig(theta=2e3))},
     ),
+    (COHERE2, {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}, {}),
+    (COHERE2, {"sliding_window_pattern": ..., "sliding_window": ..., "head_dim": ...}, {}),
+    (COHERE2, {"logit_scale": ...}, {"logit_scale": 0.0625}),
+    (COHERE2, {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+    (
+        COHERE2,
+        {"sliding_window_pattern": 2},
+        {"layer_kinds": (LayerKind(4096), LayerKind(rope=None)) * 16},
+    ),
 ]
 """A file, options to change (`...` leaves one out), and the fields of the config that follow."""
 
@@ -207,6 +251,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OLMO3, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: versions of transformers differ"),
     (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "must have sections full_attention and slid"),
     (OLMO3, {"rope_parameters": {"full_attention": {}}}, "and no rope_scaling besides"),
+    (COHERE2, {"head_dim": 64}, "head_dim=64 is not supported: it must be hidden_size=4096 over"),
+    (COHERE2, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (COHERE2, {"logit_scale": 0}, "logit_scale=0 must be a finite number above 0"),
+    (COHERE2, {"layer_norm_eps": -1}, "layer_norm_eps=-1 must be a finite number above 0"),
+    (COHERE2, {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be a positive integer"),
+    (COHERE2, {"architectures": ["CohereForCausalLM"]}, "CohereForCausalLM"),
 ]
 
 

@@ -49,6 +49,7 @@ BILLIONS = {
     "glm4-9b": 9.40,
     "smollm3-3b": 3.08,
     "olmo3-7b": 7.30,
+    "command-r7b": 8.03,
 }
 TINY = [
     "opt-tiny",
@@ -61,6 +62,7 @@ TINY = [
     "glm4-tiny",
     "smollm3-tiny",
     "olmo3-tiny",
+    "cohere2-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED

@@ -30,6 +30,7 @@ CONFIGS = {
     "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
     "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
     "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
+    "cohere2": preset("cohere2-tiny", attention_bias=True),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -66,6 +67,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "glm4": (2,),
                     "smollm3": (2,),
                     "olmo3": (2,),
+                    "cohere2": (2,),
                 }
             }.items()
         ),
