@@ -19,6 +19,8 @@ from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
 from model_defs.families import (
     cohere2,
+    gemma2,
+    gemma3,
     glm4,
     llama,
     mistral,
@@ -51,6 +53,8 @@ FAMILIES: dict[str, Family] = {
         smollm3.FAMILY,
         olmo3.FAMILY,
         cohere2.FAMILY,
+        gemma3.FAMILY,
+        gemma2.FAMILY,
     )
 }
 """All families, by name."""

@@ -22,6 +22,8 @@ VARIANTS = {
     "smollm3_nope": "smollm3",
     "olmo3_window": "olmo3",
     "cohere2_window": "cohere2",
+    "gemma3_window": "gemma3",
+    "gemma2_window": "gemma2",
 }
 
 

@@ -50,6 +50,8 @@ BILLIONS = {
     "smollm3-3b": 3.08,
     "olmo3-7b": 7.30,
     "command-r7b": 8.03,
+    "gemma3-12b": 11.77,
+    "gemma2-9b": 9.24,
 }
 TINY = [
     "opt-tiny",
@@ -63,6 +65,8 @@ TINY = [
     "smollm3-tiny",
     "olmo3-tiny",
     "cohere2-tiny",
+    "gemma3-tiny",
+    "gemma2-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED
