@@ -75,7 +75,7 @@ def gemma_fields(values: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def cap(values: dict[str, Any], name: str, default: float | None) -> float | None:
-    """Read a softcap; null means that there is none."""
+    """Read a softcap, for which null means no cap."""
     return None if values.get(name, default) is None else number(values, name, default)
 
 

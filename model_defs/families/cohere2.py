@@ -58,7 +58,7 @@ _PRESETS = {
     ),
     "cohere2-tiny": tiny_preset(
         "cohere2",
-        head_dim=16,
+        hidden_size=128,
         tie_word_embeddings=True,
         layer_kinds=_kinds((24, None)),
         logit_scale=0.25,
