@@ -17,6 +17,7 @@ VARIANTS = {
     "qwen3_bias": "qwen3",
     "mistral_gqa": "mistral",
     "phi3_long": "phi3",
+    "gpt2_tied": "gpt2",
     "olmo2_gqa": "olmo2",
 }
 

@@ -72,6 +72,7 @@ _QWEN2 = {
 _QWEN3 = _QWEN2 | {"head_dim": 16}
 _OLMO2 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
+_GPT2 = {"layer_norm_epsilon": 1e-4}
 _PHI3 = {"hidden_size": 32, "intermediate_size": 40}
 _QWEN_VISION = {
     "depth": 1,
@@ -190,6 +191,14 @@ VARIANTS: dict[str, Variant] = {
         "float16",
         max_shard_size="15KB",
         seed=105,
+    ),
+    "gpt2_tied": Variant("gpt2", _GPT2, seed=106),
+    "gpt2_untied": Variant(
+        "gpt2",
+        _GPT2 | {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},
+        "float16",
+        max_shard_size="15KB",
+        seed=107,
     ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(

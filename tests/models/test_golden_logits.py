@@ -12,6 +12,7 @@ IN_SHORT = {  # paged as well
     "llama_gqa_linear",
     "mistral_window",
     "phi3_long",
+    "gpt2_tied",
     "olmo2_bias",
     "opt_post_norm",
     "qwen3_gqa",

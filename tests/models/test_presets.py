@@ -45,6 +45,8 @@ BILLIONS = {
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
     "phi4": 14.66,
+    "gpt2": 0.1244,
+    "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
 }
 TINY = [
@@ -54,6 +56,7 @@ TINY = [
     "qwen3-tiny",
     "mistral-tiny",
     "phi3-tiny",
+    "gpt2-tiny",
     "olmo2-tiny",
 ]
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
