@@ -178,7 +178,7 @@ VARIANTS: dict[str, Variant] = {
         "phi3",
         _PHI3
         | {
-            "sliding_window": 48,
+            "sliding_window": 12,
             "original_max_position_embeddings": 48,
             "rope_parameters": {
                 "rope_type": "longrope",
