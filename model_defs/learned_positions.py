@@ -64,6 +64,10 @@ class LearnedPositionDecoder(Decoder):
                 raise UnsupportedModelError(
                     f"{name}={value!r} is not supported by {config.architecture!r}; leave it out"
                 )
+        if (scale := config.embedding_scale) != 1.0:
+            raise UnsupportedModelError(
+                f"embedding_scale={scale!r} is not supported by {config.architecture!r}; 1.0 is"
+            )
         self.config, self.position_offset = config, position_offset
         self.build = build
         width, hidden = config.embed_width, config.hidden_size

@@ -18,6 +18,7 @@ VARIANTS = {
     "mistral_gqa": "mistral",
     "phi3_long": "phi3",
     "gpt2_tied": "gpt2",
+    "granite_tied": "granite",
     "olmo2_gqa": "olmo2",
 }
 

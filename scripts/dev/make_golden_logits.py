@@ -200,6 +200,32 @@ VARIANTS: dict[str, Variant] = {
         max_shard_size="15KB",
         seed=107,
     ),
+    "granite_tied": Variant(
+        "granite",
+        _GQA
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 2.5,
+            "rms_norm_eps": 1e-2,
+            "tie_word_embeddings": True,
+        },
+        seed=108,
+    ),
+    "granite_bias": Variant(
+        "granite",
+        _GQA
+        | {
+            "residual_multiplier": 0.22,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": _ROPE_YARN,
+        },
+        "float16",
+        max_shard_size="15KB",
+        seed=109,
+    ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(
         "olmo2",

@@ -25,6 +25,7 @@ IN_SHORT = {
     "olmo2_gqa",
     "phi3_long",
     "gpt2_tied",
+    "granite_tied",
 }  # one of each family that no other test of the engine serves
 
 

@@ -13,6 +13,7 @@ IN_SHORT = {  # paged as well
     "mistral_window",
     "phi3_long",
     "gpt2_tied",
+    "granite_tied",
     "olmo2_bias",
     "opt_post_norm",
     "qwen3_gqa",

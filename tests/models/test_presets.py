@@ -45,6 +45,7 @@ BILLIONS = {
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
     "phi4": 14.66,
+    "granite-8b": 8.171,
     "gpt2": 0.1244,
     "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
@@ -56,6 +57,7 @@ TINY = [
     "qwen3-tiny",
     "mistral-tiny",
     "phi3-tiny",
+    "granite-tiny",
     "gpt2-tiny",
     "olmo2-tiny",
 ]
