@@ -61,8 +61,7 @@ TINY = [
     "gpt2-tiny",
     "olmo2-tiny",
 ]
-WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
-TINY += WINDOWED
+TINY += ["qwen3-window-tiny", "mistral-window-tiny"]
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
@@ -213,8 +212,7 @@ LOWERED_QUICKLY = [(name, HOW_LOWERED[i % 2]) for i, name in enumerate(QUICK)]
 )
 def test_step_lowers_for_cuda(name: str, num_tokens: int, tp: int) -> None:
     dtype = "float32" if name in TINY else "bfloat16"
-    backend = "xla" if name in WINDOWED else "pallas_triton"
-    text = lower_step_for_cuda(name, tp, dtype, num_tokens, backend)
+    text = lower_step_for_cuda(name, tp, dtype, num_tokens, "pallas_triton")
     assert text.count("triton") >= 1
     config = preset(name)
     assert f"tensor<{config.vocab_size}x{config.hidden_size}x{'f32' if name in TINY else 'bf16'}>" in text
