@@ -162,14 +162,14 @@ class ModelConfig:
 
     `architecture` is the name of a row in `registry.FAMILIES`. Features that a family always has (Qwen3's
     norms of queries and keys) are in its module, not here. `activation` is the MLP's; "silu" and "geglu_tanh"
-    (GELU in its tanh form) are those of a gated one. `attention_bias`
-    applies to the projections that have a bias in the family: all four, or (Qwen2) queries, keys and values.
+    (GELU in its tanh form) are those of a gated one. `attention_bias` applies to the projections that have a
+    bias in the family: all four, or (Qwen2) queries, keys and values.
     `ropes` are the rotary embeddings that layers refer to. `layer_kinds` has an entry for each layer, or none
     if all are plain: they see all tokens, rotate by the first of `ropes` and have a dense MLP. `kinds` has
     them as served. `attention_scale` is the factor on scores; None means head_dim**-0.5. With
     `attention_softcap`, a scaled score s becomes cap * tanh(s / cap). `has_sinks` adds a logit to the softmax
-    of each head, without a value. Rows of the token table are multiplied by `embedding_scale` as the first
-    layer's input, and logits by `logit_scale`.
+    of each head, without a value. `logit_scale` is a factor on logits. With `logit_softcap`, a scaled logit l
+    becomes cap * tanh(l / cap). Rows of the token table are multiplied by `embedding_scale`.
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -206,6 +206,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     has_sinks: bool = False
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -233,7 +234,8 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-        for name in ("attention_scale", "attention_softcap", "logit_scale", "embedding_scale"):
+        positive = ("attention_scale", "attention_softcap", "logit_scale", "logit_softcap", "embedding_scale")
+        for name in positive:
             _check_positive(name, getattr(self, name))
         self._check_layer_kinds()
 

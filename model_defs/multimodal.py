@@ -25,7 +25,7 @@ class Multimodal:
     Attributes:
       name: `model_type` in config.json.
       hf_architecture: name in `architectures`.
-      family: name of the text half's family.
+      family: `model_type` of a plain model of the text half's family.
       text_type: `model_type` in `text_config`.
       left_out: beginnings of the names of tensors that belong to images, behind an optional "model.".
       defaults: defaults of transformers for missing options of the text half that differ from the family's.

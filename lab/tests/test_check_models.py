@@ -20,6 +20,9 @@ VARIANTS = {
     "gpt2_tied": "gpt2",
     "granite_tied": "granite",
     "olmo2_gqa": "olmo2",
+    "glm4_bias": "glm4",
+    "smollm3_nope": "smollm3",
+    "olmo3_window": "olmo3",
 }
 
 

@@ -49,6 +49,9 @@ BILLIONS = {
     "gpt2": 0.1244,
     "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
+    "glm4-9b": 9.40,
+    "smollm3-3b": 3.08,
+    "olmo3-7b": 7.30,
 }
 TINY = [
     "opt-tiny",
@@ -60,8 +63,12 @@ TINY = [
     "granite-tiny",
     "gpt2-tiny",
     "olmo2-tiny",
+    "glm4-tiny",
+    "smollm3-tiny",
+    "olmo3-tiny",
 ]
-TINY += ["qwen3-window-tiny", "mistral-window-tiny"]
+WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
+TINY += WINDOWED
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 

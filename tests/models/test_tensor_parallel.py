@@ -29,6 +29,9 @@ CONFIGS = {
     "granite": preset("granite-tiny", initial_norm_scale=1.0, attention_bias=True),
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
+    "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
+    "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -64,6 +67,9 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "granite": (2,),
                     "phi3": (2,),
                     "olmo2": (2,),
+                    "glm4": (2,),
+                    "smollm3": (2,),
+                    "olmo3": (2,),
                 }
             }.items()
         ),
