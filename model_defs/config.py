@@ -169,7 +169,7 @@ class ModelConfig:
     them as served. `attention_scale` is the factor on scores; None means head_dim**-0.5. With
     `attention_softcap`, a scaled score s becomes cap * tanh(s / cap). `has_sinks` adds a logit to the softmax
     of each head, without a value. `logit_scale` is a factor on logits. With `logit_softcap`, a scaled logit l
-    becomes cap * tanh(l / cap).
+    becomes cap * tanh(l / cap). Rows of the token table are multiplied by `embedding_scale`.
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -207,6 +207,7 @@ class ModelConfig:
     has_sinks: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that no implementation could run."""
@@ -233,7 +234,8 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-        for name in ("attention_scale", "attention_softcap", "logit_scale", "logit_softcap"):
+        positive = ("attention_scale", "attention_softcap", "logit_scale", "logit_softcap", "embedding_scale")
+        for name in positive:
             _check_positive(name, getattr(self, name))
         self._check_layer_kinds()
 

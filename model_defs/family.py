@@ -30,6 +30,8 @@ class Family:
       make_model: declares the arrays of a config, without values.
       weight_map: returns the recipe of each array from a checkpoint.
       tensor_prefix: prefix of most tensor names of a checkpoint.
+      layer_prefix: prefix of the tensors of layers behind it; the number of the layer follows.
+      constants: endings of the names of tensors that follow from the config, and are skipped.
       presets: configs by name, of published models and a tiny one.
       model_type: `model_type` in config.json; None means that it is the name.
       has_position_table: whether learned positions limit the context. Otherwise it can be raised.
@@ -45,6 +47,8 @@ class Family:
     weight_map: Callable[[ModelConfig], WeightMap]
     tensor_prefix: str
     presets: dict[str, ModelConfig]
+    layer_prefix: str = "layers."
+    constants: tuple[str, ...] = ()
     model_type: str | None = None
     has_position_table: bool = False
     window_of_all_layers: bool = False

@@ -26,8 +26,9 @@ from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
-_PREFIXES = ("model.", "language_model.", "model.", "decoder.")  # in this order; a multimodal one has three
-_HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
+# In this order: a multimodal checkpoint may have three of them.
+_PREFIXES = ("model.", "language_model.", "model.", "decoder.", "transformer.")
+_HEAD = "lm_head.weight"
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
 
@@ -37,7 +38,7 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
     Raises CheckpointError, which names missing, extra or misshapen tensors with both shapes, an unsupported
     dtype, two tensors of one name, or a head that differs from its tied table.
     """
-    by_short_name = _by_short_name(entries)
+    by_short_name = _by_short_name(entries, family(config.architecture).constants)
     recipes = {name: recipe(name, config) for name in parameter_names}
     _check(by_short_name, recipes, config)
 
@@ -82,14 +83,14 @@ def _short(name: str) -> str:
     return name
 
 
-def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return tensors by their names without prefixes, except for constants.
+def _by_short_name(entries: dict[str, TensorEntry], constants: tuple[str, ...]) -> dict[str, TensorEntry]:
+    """Return tensors by their names without prefixes, except for constants, also those of the family.
 
     Raises CheckpointError for two of one name.
     """
     found: dict[str, TensorEntry] = {}
     for entry in entries.values():
-        if is_constant(entry.name):
+        if is_constant(entry.name) or entry.name.endswith(constants):
             continue
         other = found.setdefault(_short(entry.name), entry)
         if other is not entry:
@@ -127,7 +128,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
     if extra:
         raise CheckpointError(f"{len(extra)} tensor(s) are not part of this model: {_listed(extra)}")
     if config.tie_word_embeddings and _HEAD in entries:
-        _check_tied(entries[_HEAD], entries[_TABLE])
+        _check_tied(entries[_HEAD], entries[recipes["embed.table"].names[0]])
 
 
 def _check_tied(head: TensorEntry, table: TensorEntry) -> None:

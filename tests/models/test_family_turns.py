@@ -24,6 +24,8 @@ LARGE_POOLS = {"gpu_pages": 16, "cpu_pages": 0}
 IN_SHORT = {  # one of each family that no other test of the engine serves
     "olmo2_gqa",
     "phi3_long",
+    "gpt2_tied",
+    "granite_tied",
     "glm4_bias",
     "smollm3_nope",
     "olmo3_window",

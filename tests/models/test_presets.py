@@ -45,6 +45,9 @@ BILLIONS = {
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
     "phi4": 14.66,
+    "granite-8b": 8.171,
+    "gpt2": 0.1244,
+    "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
     "glm4-9b": 9.40,
     "smollm3-3b": 3.08,
@@ -60,6 +63,8 @@ TINY = [
     "qwen3-tiny",
     "mistral-tiny",
     "phi3-tiny",
+    "granite-tiny",
+    "gpt2-tiny",
     "olmo2-tiny",
     "glm4-tiny",
     "smollm3-tiny",
@@ -220,8 +225,7 @@ LOWERED_QUICKLY = [(name, HOW_LOWERED[i % 2]) for i, name in enumerate(QUICK)]
 )
 def test_step_lowers_for_cuda(name: str, num_tokens: int, tp: int) -> None:
     dtype = "float32" if name in TINY else "bfloat16"
-    backend = "xla" if name in WINDOWED else "pallas_triton"
-    text = lower_step_for_cuda(name, tp, dtype, num_tokens, backend)
+    text = lower_step_for_cuda(name, tp, dtype, num_tokens, "pallas_triton")
     assert text.count("triton") >= 1
     config = preset(name)
     assert f"tensor<{config.vocab_size}x{config.hidden_size}x{'f32' if name in TINY else 'bf16'}>" in text
