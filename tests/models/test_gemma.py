@@ -8,7 +8,8 @@ from safetensors import safe_open
 
 from model_defs import load_model, make_mesh
 from model_defs.parameters import named_parameters
-from pensieve_jax import LLM, EngineConfig, RunnerConfig, SamplingParams
+from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
+from pensieve_jax.device.dense_reference import DenseReference
 from tests.models.helpers import GOLDEN
 
 
@@ -40,12 +41,18 @@ def test_the_factor_of_embeddings_is_rounded_to_the_dtype(dtype: str, factor: fl
 
 def test_groups_of_layers_run_in_the_dtype_of_the_model() -> None:
     """The first array of a layer is a scale in float32; KV cache and layers are in bfloat16."""
-    config = EngineConfig(runner=RunnerConfig(num_layer_groups=2))
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=4, cpu_pages=0, chunk_tokens=16),
+        scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=32, token_buckets=(32,)),
+        runner=RunnerConfig(num_layer_groups=2),
+    )
+    directory, prompt = GOLDEN / "gemma3_ropes", [5, 6, 7]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
-    replies = []
-    for groups in (1, 2):
-        config = EngineConfig(runner=RunnerConfig(num_layer_groups=groups))
-        with LLM("random:gemma3-tiny", dtype="bfloat16", config=config, progress=False) as llm:
-            replies.append([output.token_ids for output in llm.generate([[5, 6, 7], [8]], params)])
-            assert llm.describe()["model"]["dtype"] == "bfloat16"
-    assert replies[0] == replies[1]
+    with LLM(str(directory), dtype="bfloat16", config=config, progress=False) as llm:
+        (output,) = llm.generate([prompt], params)
+        assert llm.describe()["model"]["dtype"] == "bfloat16"
+    reference = DenseReference(
+        load_model(directory, dtype="bfloat16", mesh=make_mesh(1)), min_padded_tokens=48
+    )
+    replay = reference.replay_turn([], prompt, output.token_ids, params, margin=0.1)
+    assert replay.possible.all(), (output.token_ids, replay)

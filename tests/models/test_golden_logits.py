@@ -18,6 +18,8 @@ IN_SHORT = {  # paged as well
     "gpt2_tied",
     "granite_tied",
     "olmo2_bias",
+    "cohere2_bias",
+    "gemma2_window",
     "opt_post_norm",
     "qwen3_gqa",
 }
