@@ -110,6 +110,38 @@ MISTRAL_SMALL_3_1: dict[str, Any] = {
     "vision_feature_layer": -1,
 }
 
+MINISTRAL3_8B: dict[str, Any] = MISTRAL_SMALL_3_1 | {
+    "dtype": "bfloat16",
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+}
+
 
 def changed(values: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Return the config with options of the text half replaced; `is_tied` is that of both halves."""
@@ -143,6 +175,9 @@ PUBLISHED = {
     "Qwen3-VL-8B": (changed(QWEN3_VL_4B, **sizes(36, 4096, 12288, 32, 8), is_tied=False), 8.19),
     "Qwen3-VL-32B": (changed(QWEN3_VL_4B, **sizes(64, 5120, 25600, 64, 8), is_tied=False), 32.76),
     "Mistral-Small-3.1-24B": (MISTRAL_SMALL_3_1, 23.57),
+    "Ministral-3-3B": (changed(MINISTRAL3_8B, **sizes(26, 3072, 9216, 32, 8), is_tied=True), 3.43),
+    "Ministral-3-8B": (MINISTRAL3_8B, 8.49),
+    "Ministral-3-14B": (changed(MINISTRAL3_8B, **sizes(40, 5120, 16384, 32, 8)), 13.51),
 }
 """config.json as published, and billions of parameters of the text half."""
 
@@ -150,6 +185,8 @@ PUBLISHED = {
 def as_saved_now(values: dict[str, Any]) -> dict[str, Any]:
     """Return the config as transformers 5 writes it."""
     text = dict(values.get("text_config", values))
+    if "rope_parameters" in text:  # a model of this version
+        return values
     rope = text.pop("rope_scaling", None) or {"rope_type": "default"}
     rope = {key: "default" if value == "mrope" else value for key, value in rope.items()}
     text["rope_parameters"] = rope | {"rope_theta": text.pop("rope_theta")}
@@ -174,6 +211,7 @@ def test_the_text_half_is_a_plain_model_of_its_family() -> None:
     theta = RopeConfig(theta=5e6)
     assert larger == preset("qwen3-8b", max_position_embeddings=262144, ropes=(theta,))
     assert parse_hf_config(MISTRAL_SMALL_3_1) == preset("mistral-small-24b")
+    assert parse_hf_config(MINISTRAL3_8B) == preset("ministral3-8b")
 
 
 def test_missing_options_have_the_defaults_of_transformers() -> None:
@@ -211,8 +249,8 @@ def test_a_window_is_that_of_the_text_half() -> None:
     ("values", "message"),
     [
         (
-            changed(MISTRAL_SMALL_3_1, model_type="ministral3"),
-            "text_config has model_type='ministral3', which is not supported in Mistral3ForConditionalGen",
+            changed(MISTRAL_SMALL_3_1, model_type="mistral4"),
+            "text_config has model_type='mistral4', which is not supported in Mistral3ForCondition.*; one",
         ),
         (QWEN3_VL_4B | {"text_config": None}, "text_config=None must be an object"),
         (QWEN2_5_VL_7B | {"text_config": [1]}, r"text_config=\[1\] must be an object"),
