@@ -140,12 +140,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen2_5_vl": Variant(
         "qwen2_5_vl",
-        _QWEN2
-        | {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 3, 2]},
-        },
+        _QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 1]}},
         vision=_QWEN_VISION,
         seed=101,
     ),
