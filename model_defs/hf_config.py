@@ -13,7 +13,8 @@ from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_json, read_sa
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import written_common_fields
-from model_defs.other_formats import refuse_other_formats, refuse_quantized
+from model_defs.other_formats import refuse_other_formats
+from model_defs.quantized import parse_format, read_format
 from model_defs.registry import FAMILIES, family
 
 _OF_RANDOM_WEIGHTS = ("initializer_range", "initial_norm_scale")
@@ -36,6 +37,7 @@ def saved_config(directory: str | Path) -> ModelConfig:
         family(config.architecture)  # raises for an architecture of a later version
         return config
     refuse_other_formats(root)
+    read_format(root)  # raises for a quantized format that is not supported
     generation = root / "generation_config.json"
     return _parse(read_json(root / "config.json"), read_json(generation) if generation.is_file() else None)
 
@@ -50,7 +52,7 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     found = _family(values)
-    refuse_quantized(values)
+    parse_format(values)  # raises for a quantized format that is not supported
     return found.parse(values, generation)
 
 
