@@ -2,9 +2,9 @@
 
 Owns the check that a checkpoint has exactly the tensors of the config. It reads only headers, except that
 the bytes of a tied head are compared with its table, and small tensors that say how others are stored are
-read. Each parameter is made of one to three tensors, by the recipes of hf_recipes; in a quantized checkpoint
-each of these has a source of several. They are copied to the devices in the file's form, and decoded, cast,
-transposed and fused there, one parameter at a time.
+read. Each parameter is made of one to three tensors, or of sections of one, by the recipes of hf_recipes. In
+a quantized checkpoint each of these has a source of several. They are copied to the devices in the file's
+form, and decoded, cast, transposed and fused there, one parameter at a time.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
 from model_defs.errors import CheckpointError
@@ -28,6 +28,7 @@ from model_defs.sharding import TENSOR_AXIS, tensor_parallel_size
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
+_PREFIXES = ("model.", "language_model.", "model.", "decoder.")  # in this order; a multimodal one has three
 _HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
 _HEAD_MODULE = _HEAD.removesuffix("weight")
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
@@ -58,24 +59,32 @@ def hf_filler(
         target: Any = parameter.get_value()  # still a ShapeDtypeStruct
         recipe_, sharding = recipes[name], target.sharding
         axis = _split_axis(recipe_, sharding)
-        parts: list[list[jax.Array]] = []
-        for short, shape in zip(recipe_.names, recipe_.shapes, strict=True):
+        parts, decoders = [], []
+        for index, (short, shape) in enumerate(zip(recipe_.names, recipe_.shapes, strict=True)):
             source = sources[short]
-            specs = source.specs(shape, axis, tensor_parallel_size(sharding.mesh))
             arrays = [_read(by_short_name[part.name], part) for part in source.parts]
+            if recipe_.sections:
+                assert axis is not None
+                begin, end = recipe_.sections[index]
+                if source.decode is None:
+                    arrays = [arrays[0][(slice(None),) * axis + (slice(begin, end),)]]
+                else:
+                    source = source.section(axis, begin, end)
             if name == "position_table":
                 arrays = [arrays[0][: target.shape[0]]]  # a lowered context length takes the first rows
-            # A copy, since on a CPU the device array may share the host array, which is a view of the file.
-            parts.append(
-                [
-                    jax.device_put(np.array(array), NamedSharding(sharding.mesh, spec))
-                    for array, spec in zip(arrays, specs, strict=True)
-                ]
-            )
-        decoders = tuple(sources[short].decode for short in recipe_.names)
-        return _assembler(recipe_.assemble, decoders, target.dtype, sharding)(parts).block_until_ready()
+            specs = source.specs(shape, axis, tensor_parallel_size(sharding.mesh))
+            parts.append([_copied(one, sharding.mesh, spec) for one, spec in zip(arrays, specs, strict=True)])
+            decoders.append(source.decode)
+        assemble = _assembler(recipe_.assemble, tuple(decoders), target.dtype, sharding)
+        return assemble(parts).block_until_ready()
 
     return fill
+
+
+def _copied(array: np.ndarray, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Return a view of a file as an array on the devices."""
+    # A copy, since on a CPU the device array may share the host array.
+    return jax.device_put(np.array(array), NamedSharding(mesh, spec))
 
 
 def _split_axis(recipe_: Recipe, sharding: NamedSharding) -> int | None:
@@ -118,7 +127,9 @@ def _assembler(
 
 def _short(name: str) -> str:
     """Return a tensor's name without the prefixes that differ between exports of one model."""
-    return name.removeprefix("model.").removeprefix("decoder.")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

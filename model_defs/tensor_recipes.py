@@ -2,10 +2,12 @@
 
 Owns `Recipe`, and the parts of weight maps that several families share. Hugging Face's linear weights are
 [out, in], ours are [in, out] with separate head dimensions. Names are given without the prefix ("model." or
-"model.decoder."). Assembly runs on the devices, where a transpose is cheap, so a recipe also names the axis
-along which the tensors may be split beforehand. Knows nothing of files, and no family.
+"model.decoder."). Some checkpoints have several of these tensors in one; a recipe takes sections of it.
+Assembly runs on the devices, where a transpose is cheap, so a recipe also names the axis along which the
+tensors may be split beforehand. Knows nothing of files, and no family.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,13 +24,16 @@ class Recipe(NamedTuple):
     """Tensor names without prefix, the shape of each, and the function that assembles one array of them.
 
     With `assemble` None the single tensor is the parameter. `split_axis` is the axis of the tensors that
-    becomes the parameter's "tp" dimension; None means that whole tensors are needed.
+    becomes the parameter's "tp" dimension; None means that whole tensors are needed. With `sections`, the
+    function gets the elements from begin to end along `split_axis` of each tensor; a name may occur several
+    times. `shapes` are those of whole tensors.
     """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     assemble: Callable[..., jax.Array] | None = None
     split_axis: int | None = None
+    sections: tuple[tuple[int, int], ...] = ()
 
 
 class WeightMap(NamedTuple):
@@ -54,6 +59,20 @@ def table(name: str, num_rows: int, width: int) -> Recipe:
 def matrix(name: str, in_size: int, out_size: int, split_axis: int | None = None) -> Recipe:
     """Return the recipe of a transposed linear weight; `split_axis` refers to the source, [out, in]."""
     return Recipe((name,), ((out_size, in_size),), jnp.transpose, split_axis)
+
+
+def from_one_tensor(recipe: Recipe, name: str) -> Recipe:
+    """Return `recipe` for a checkpoint that has its tensors one after another in a single tensor `name`.
+
+    They follow one another along the axis that is split over devices, so each is split by itself.
+    """
+    axis = recipe.split_axis
+    assert axis is not None
+    ends = list(itertools.accumulate(shape[axis] for shape in recipe.shapes))
+    whole = tuple(ends[-1] if i == axis else size for i, size in enumerate(recipe.shapes[0]))
+    count = len(recipe.names)
+    sections = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return recipe._replace(names=(name,) * count, shapes=(whole,) * count, sections=sections)
 
 
 def token_recipes(config: ModelConfig) -> dict[str, Recipe]:

@@ -76,6 +76,27 @@ class Source(NamedTuple):
             for one in along
         ]
 
+    def section(self, axis: int, begin: int, end: int) -> "Source":
+        """Return the source of the indices from `begin` to `end` along `axis` of what this one decodes."""
+        assert self.decode is not None
+        # They need not end at groups or words, so every device decodes from whole parts.
+        parts = tuple(dataclasses.replace(part, axes=(None,) * len(part.axes)) for part in self.parts)
+        return self._replace(parts=parts, decode=SectionDecoder(self.decode, axis, begin, end))
+
+
+@dataclasses.dataclass(frozen=True)
+class SectionDecoder:
+    """Decoder of the indices from `begin` to `end` along `axis` of what `whole` decodes."""
+
+    whole: Callable[..., jax.Array]
+    axis: int
+    begin: int
+    end: int
+
+    def __call__(self, *arrays: jax.Array) -> jax.Array:
+        """Return the section, in float32."""
+        return jax.lax.slice_in_dim(self.whole(*arrays), self.begin, self.end, axis=self.axis)
+
 
 class QuantizedFormat(Protocol):
     """Format of a quantized checkpoint, with its options."""

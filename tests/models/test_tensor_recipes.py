@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model_defs import preset
-from model_defs.tensor_recipes import attention_recipes, gated_mlp_recipes
+from model_defs.tensor_recipes import attention_recipes, from_one_tensor, gated_mlp_recipes
 
 CONFIG = preset("llama-tiny")
 HALF_CONFIG = dataclasses.replace(
@@ -35,6 +35,18 @@ def test_halves_of_the_tensors_are_assembled_as_halves_of_the_whole(name):
     parts = [np.asarray(half.assemble(*(one[index] for one in split))) for index in range(2)]
     (axis,) = (axis for axis, size in enumerate(expected.shape) if parts[0].shape[axis] != size)
     np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
+
+
+@pytest.mark.parametrize("name", ["qkv.proj.kernel", "mlp.gate_up.kernel", "qkv.proj.bias"])
+def test_sections_of_one_tensor_are_the_tensors_of_the_recipe(name):
+    recipe = WHOLE[name]
+    fused = from_one_tensor(recipe, "one")
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in recipe.shapes]
+    one = np.concatenate(tensors, recipe.split_axis)
+    assert set(fused.names) == {"one"} and set(fused.shapes) == {one.shape}
+    for (begin, end), tensor in zip(fused.sections, tensors, strict=True):
+        np.testing.assert_array_equal(one[begin:end], tensor)
 
 
 def test_biases_of_outputs_are_not_split():

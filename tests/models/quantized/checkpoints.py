@@ -25,6 +25,7 @@ Tensors = dict[str, np.ndarray]
 CONFIGS = {
     "llama": preset("llama-tiny", initial_norm_scale=1.0, dtype="bfloat16"),
     "qwen3": preset("qwen3-tiny", initial_norm_scale=1.0, dtype="bfloat16"),
+    "phi3": preset("phi3-tiny", initial_norm_scale=1.0, dtype="bfloat16"),  # has tensors of several in one
     "qwen2": preset("qwen2-tiny", initial_norm_scale=1.0, dtype="float16"),  # has biases
 }
 _TABLES = ("embed_tokens.weight", "lm_head.weight")

@@ -30,6 +30,8 @@ from tests.models.quantized.encoders import FORMATS
 from tests.models.quantized.test_decoders import source_of, stored
 
 convert = load("scripts.convert_checkpoint").convert
+_SHORT = ("fp8_blocks", "pack_int4_zeros", "gptq_int4_order")
+IN_SHORT = [pytest.param(name, marks=[] if name in _SHORT else pytest.mark.long) for name in FORMATS]
 TOKEN_IDS = np.random.default_rng(5).integers(0, 320, 40).astype(np.int32)
 
 
@@ -74,7 +76,7 @@ def test_logits_are_those_of_the_plain_checkpoint(name: str, family: str, tmp_pa
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", IN_SHORT)
 def test_two_devices_hold_the_weights_of_one(name: str, tmp_path: Path) -> None:
     """Groups of 32 divide the 64 inputs of half an output projection, and not the 80 of half an MLP."""
     config = dataclasses.replace(CONFIGS["llama"], intermediate_size=160)
@@ -84,6 +86,12 @@ def test_two_devices_hold_the_weights_of_one(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["awq", "gptq_int4_order", "pack_int4_zeros"])
 def test_layers_with_biases_over_several_files(name: str, tmp_path: Path) -> None:
     assert_equal_models(*checkpoints(tmp_path, name, CONFIGS["qwen2"], num_files=3))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", ["fp8_blocks", "gptq_int4_order", "pack_int4_zeros"])
+def test_tensors_that_hold_several_are_cut_after_decoding(name: str, tp: int, tmp_path: Path) -> None:
+    assert_equal_models(*checkpoints(tmp_path, name, CONFIGS["phi3"]), tp=tp)
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "awq", "gptq_int8_v2"])
@@ -204,7 +212,7 @@ def test_a_list_of_groups_beyond_the_scales_is_refused(tmp_path: Path) -> None:
         load_model(write(tmp_path / "far", values, stored), mesh=make_mesh(1))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", IN_SHORT)
 def test_decoding_takes_no_more_memory_than_fusing(name: str, tmp_path: Path) -> None:
     """A plain load has temporaries of one parameter; a decoded one in float32 would be twice that."""
     num_out, num_in = 512, 256
