@@ -1,14 +1,19 @@
 """Make tests/models/golden_quantized: small quantized weights, decoded by the libraries of their formats.
 
-The script needs libraries that the project does not. Run it in a separate environment; of two of them only
-single files are executed, so they are unpacked and not installed:
+The script needs libraries that the project does not. Make a separate environment:
 
-    python3.11 -m venv /tmp/golden && cd /tmp/golden
-    bin/pip install torch transformers compressed-tensors absl-py numpy
-    bin/pip download --no-deps --no-binary :all: --no-build-isolation autoawq==0.2.9
-    bin/pip download --no-deps auto-gptq==0.7.1
-    tar xf autoawq-0.2.9.tar.gz && unzip -q auto_gptq-0.7.1-*.whl -d auto_gptq-0.7.1
-    cd - && /tmp/golden/bin/python scripts/dev/make_golden_quantized.py --sources=/tmp/golden
+    python3.11 -m venv /tmp/golden
+    /tmp/golden/bin/pip install torch transformers compressed-tensors absl-py numpy
+
+Of two more libraries only single files are executed, so they are unpacked and not installed:
+
+    cd /tmp/golden && bin/pip download --no-deps --no-binary :all: --no-build-isolation autoawq==0.2.9
+    bin/pip download --no-deps auto-gptq==0.7.1 && unzip -q auto_gptq-0.7.1-*.whl -d auto_gptq-0.7.1
+    tar xf autoawq-0.2.9.tar.gz
+
+Then run this:
+
+    /tmp/golden/bin/python scripts/dev/make_golden_quantized.py --sources=/tmp/golden
 
 Each variant is a safetensors file with the tensors of a layer `layer.*` as the format stores them, the
 decoded weight as `expected.float32` and `expected.bfloat16`, and in its metadata the `quantization_config`.
