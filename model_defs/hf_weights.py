@@ -195,17 +195,16 @@ def _check(
                 f"{source.asked_by} asks for {list(part.shape)}"
             )
     used = {part.name for _, part in parts}.union(*(source.others for source in sources.values()))
+    has_copy = config.tie_word_embeddings and _HEAD in entries and _TABLE in entries
     extra = [
-        entry
-        for name, entry in entries.items()
-        if name not in used and not (name == _HEAD and config.tie_word_embeddings)
+        entry for name, entry in entries.items() if name not in used and not (name == _HEAD and has_copy)
     ]
     if extra:
         refuse_quantized_tensors(extra, None if quantized is None else quantized.name)
         raise CheckpointError(
             f"{len(extra)} tensor(s) are not part of this model: {_listed([entry.name for entry in extra])}"
         )
-    if config.tie_word_embeddings and _HEAD in entries:
+    if has_copy:
         _check_tied(entries[_HEAD], entries[_TABLE])
 
 

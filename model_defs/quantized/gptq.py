@@ -75,6 +75,11 @@ class Gptq:
         index = _group_index(module + "g_idx", num_in, groups, tensors)
         if index is not None and np.array_equal(index, np.arange(num_in) // group):
             index = None
+        if index is not None and not self.has_act_order:  # some libraries read it then, others do not
+            raise CheckpointError(
+                f"tensor {tensors[module + 'g_idx'].name!r} names groups out of order, but desc_act is "
+                f"false; set it to true in the description if the weights have act order"
+            )
         if module + "g_idx" not in tensors and self.has_act_order and groups > 1:
             raise CheckpointError(f"tensor {packed.name!r} has no g_idx beside it; desc_act=true needs one")
         # With act order a device may need the scales of any group.

@@ -30,11 +30,8 @@ _PARSERS: dict[str, Parser] = {
 }
 _SIDE_FILES: dict[str, Parser] = {"quant_config.json": parse_awq, "quantize_config.json": parse_gptq}
 _REFUSED_FILES = {"hf_quant_config.json": "ModelOpt"}
-_SECTIONS: dict[str, str | None] = {
-    "quantization": "MLX",  # first, since MLX writes its options into the next section, too
-    "quantization_config": None,  # its quant_method names the format
-    "compression_config": NAME,
-}
+_SECTIONS = {"quantization_config": "", "compression_config": NAME}
+"""Sections of config.json, and the method of one without quant_method."""
 _REFUSED = {
     "aqlm": "AQLM",
     "bitsandbytes": "bitsandbytes",
@@ -88,12 +85,17 @@ def parse_format(values: dict[str, Any]) -> QuantizedFormat | None:
 
     Raises UnsupportedModelError, which names the format or the option that is not supported.
     """
-    found = [
-        _parse_section(one[name], f"{where}{name}", method)
-        for where, one in (("config.json: ", values), ("config.json: text_config: ", _text_config(values)))
-        for name, method in _SECTIONS.items()
-        if one.get(name)
-    ]
+    found = []
+    for where, one in (("config.json: ", values), ("config.json: text_config: ", _text_config(values))):
+        if one.get("quantization"):  # first, since MLX writes its options into the next section, too
+            raise UnsupportedModelError(
+                f"{where}quantization: checkpoints quantized by MLX are not supported; {HINT}"
+            )
+        found += [
+            _parse_section(one[name], f"{where}{name}", method)
+            for name, method in _SECTIONS.items()
+            if one.get(name)
+        ]
     if any(one != found[0] for one in found):
         raise UnsupportedModelError(
             f"config.json describes the quantized format {len(found)} times, and differently: "
@@ -108,20 +110,14 @@ def _text_config(values: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _parse_section(values: Any, where: str, name: str | None) -> QuantizedFormat:
-    """Read a section whose format is `name`; None: its quant_method says so."""
+def _parse_section(values: Any, where: str, default: str) -> QuantizedFormat:
+    """Read a section whose format its quant_method names, or else `default`."""
     if not isinstance(values, dict):
         raise UnsupportedModelError(f"{where}={values!r:.80} must be an object; {HINT}")
-    method = str(values.get("quant_method") or "").lower()
-    if name is None:
-        shown = _named(values)
-    elif name == NAME:
-        method, shown = method or NAME, name
-    else:
-        method, shown = name, name
+    method = str(values.get("quant_method") or default).lower()
     if method not in _PARSERS:
         raise UnsupportedModelError(
-            f"{where}: checkpoints quantized by {shown} are not supported; {_hint(method)}"
+            f"{where}: checkpoints quantized by {_named(values)} are not supported; {_hint(method)}"
         )
     return _PARSERS[method](Options(values, where))
 

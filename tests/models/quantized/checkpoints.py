@@ -28,7 +28,7 @@ CONFIGS = {
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0, dtype="bfloat16"),  # has tensors of several in one
     "qwen2": preset("qwen2-tiny", initial_norm_scale=1.0, dtype="float16"),  # has biases
 }
-_TABLES = ("embed_tokens.weight", "lm_head.weight")
+_TABLES = ("embed_tokens", "lm_head")
 
 
 def write(directory: Path, config: dict[str, Any], tensors: Tensors, num_files: int = 1) -> Path:
@@ -56,11 +56,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_of(
-    config: ModelConfig, name: str, seed: int = 1, plain: Iterable[str] = ()
+    config: ModelConfig, name: str, seed: int = 1, plain: Iterable[str] = _TABLES
 ) -> tuple[Tensors, Tensors]:
     """Return the tensors of a checkpoint in the format `name`, and those of its plain twin.
 
-    Tables, norms, biases and the layers of `plain` are not quantized. Weights of layers have a deviation of
+    Norms, biases and tensors with a name in `plain` are not quantized. Weights of layers have a deviation of
     about 0.2. The twin's are rounded once, to the dtype of the config.
     """
     rng, dtype = np.random.default_rng(seed), np.dtype(getattr(ml_dtypes, config.dtype, config.dtype))
@@ -69,7 +69,7 @@ def tensors_of(
     twin: Tensors = {}
     for short, shape in tensor_shapes(config).items():
         full = short if short.startswith("lm_head.") else prefix + short
-        if len(shape) == 2 and short not in _TABLES and not any(one in short for one in plain):
+        if len(shape) == 2 and not any(one in short for one in plain):
             tensors, weight = FORMATS[name].encode(rng, (shape[0], shape[1]))
             layer = full.removesuffix("weight")
             stored |= {layer + part: value for part, value in tensors.items()}

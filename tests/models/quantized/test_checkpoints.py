@@ -96,7 +96,38 @@ def test_tensors_that_hold_several_are_cut_after_decoding(name: str, tp: int, tm
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "awq", "gptq_int8_v2"])
 def test_layers_may_be_plain(name: str, tmp_path: Path) -> None:
-    assert_equal_models(*checkpoints(tmp_path, name, CONFIGS["llama"], plain=("layers.1.", "q_proj")))
+    assert_equal_models(
+        *checkpoints(
+            tmp_path, name, CONFIGS["llama"], plain=("embed_tokens", "lm_head", "layers.1.", "q_proj")
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["gptq_int4", "fp8_tensor"])
+def test_heads_and_tables_may_be_quantized(name: str, tmp_path: Path) -> None:
+    """Tools leave tables of tokens alone, but FP8's layers and tables have the same form."""
+    plain = [] if name == "fp8_tensor" else ["embed_tokens"]
+    sources = checkpoints(tmp_path, name, CONFIGS["llama"], plain=plain)
+    for tp in (1, 2):
+        assert_equal_models(*sources, tp=tp)
+
+
+def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    stored, _ = tensors_of(CONFIGS["qwen3"], "pack_int4")
+    source, plain = checkpoints(tmp_path, "pack_int4", CONFIGS["qwen3"])
+    text = json.loads((source / "config.json").read_text())
+    section = text.pop("quantization_config")
+    section["ignore"] = ["lm_head", "re:.*visual.*"]
+    values = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": text | {"model_type": "qwen3_vl_text"},
+        "tie_word_embeddings": False,
+        "quantization_config": section,
+    }
+    tensors = {name.replace("model.", "model.language_model."): value for name, value in stored.items()}
+    tensors["model.visual.blocks.0.attn.qkv.weight"] = np.zeros((4, 4), np.float32)
+    assert_equal_models(write(tmp_path / "both", values, tensors), plain)
 
 
 def test_products_are_rounded_once(tmp_path: Path) -> None:

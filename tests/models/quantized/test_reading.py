@@ -304,3 +304,14 @@ def test_tensors_of_another_format_are_named(tmp_path: Path) -> None:
     (source / "config.json").write_text((plain / "config.json").read_text())
     with pytest.raises(CheckpointError, match=r"neither config.json nor a side file describes how"):
         load_model(source, mesh=make_mesh(1))
+
+
+def test_an_order_of_groups_without_act_order_is_refused(tmp_path: Path) -> None:
+    """Some libraries read g_idx then, others do not."""
+    config = CONFIGS["llama"]
+    source, _ = checkpoints(tmp_path, "gptq_int4_order", config)
+    values = json.loads((source / "config.json").read_text())
+    values["quantization_config"]["desc_act"] = False
+    (source / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"g_idx' names groups out of order, but desc_act is false"):
+        load_model(source, mesh=make_mesh(1))
