@@ -8,8 +8,9 @@ quantized here: their scales are skipped by name.
 import dataclasses
 
 from model_defs.quantized.options import Options
-from model_defs.quantized.scaled_codes import E4M3, ScaledCodes, codes_part, is_e8m0, scale_part
+from model_defs.quantized.scaled_codes import E4M3, E8M0, ScaledCodes, codes_part, is_e8m0, scale_part
 from model_defs.quantized.source import Source, Tensors, present
+from model_defs.safetensors_reader import FLOATS
 from model_defs.tensor_recipes import Shape
 
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -33,7 +34,7 @@ class Fp8:
         scales = (present(tensors, [module + suffix for suffix in _SCALES]) or (module + _SCALES[0],))[0]
         block = self.block or _covered(scales, shape, tensors)
         return Source(
-            (codes_part(name, shape, E4M3), scale_part(scales, shape, block, tensors)),
+            (codes_part(name, shape, E4M3), scale_part(scales, shape, block, tensors, (*FLOATS, E8M0))),
             ScaledCodes(block, is_e8m0(scales, tensors)),
             present(tensors, [module + suffix for suffix in _OF_ACTIVATIONS]),
             self.name,

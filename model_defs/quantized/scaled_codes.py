@@ -61,7 +61,7 @@ def scale_part(
     shape: Shape,
     block: tuple[int, int],
     tensors: Tensors,
-    dtypes: tuple[str, ...] = (*FLOATS, E8M0),
+    dtypes: tuple[str, ...] = FLOATS,
 ) -> Part:
     """Return the part of scales or zero points for blocks of a tensor of `shape`.
 

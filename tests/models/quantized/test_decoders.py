@@ -129,3 +129,12 @@ def test_codes_that_are_not_numbers_are_found(name: str, code: int, tmp_path: Pa
     assert codes.fault(entries[codes.name].read(codes.dtypes)) == (
         f"code {code} at element {3 * 64 + 5}, which is NaN in e4m3"
     )
+
+
+def test_scales_as_powers_of_two_belong_to_fp8_alone(tmp_path: Path) -> None:
+    """Their codes are not numbers to multiply with."""
+    tensors, _ = FORMATS["float_channel"].encode(np.random.default_rng(1), (16, 64))
+    tensors["weight_scale"] = np.full((16, 1), 120, ml_dtypes.float8_e8m0fnu)
+    entries = stored(tensors, tmp_path / "layer.safetensors")
+    with pytest.raises(CheckpointError, match=r"'layer\.weight_scale' .* F8_E8M0; one of F32, F16, BF16"):
+        source_of("float_channel", (16, 64), entries)
