@@ -50,7 +50,7 @@ def _check_kinds(config: Any, prefix: str = "") -> None:
 
 
 def _check_positive(name: str, value: Any) -> None:
-    """Raise UnsupportedModelError unless `value` is None or a finite number above 0."""
+    """Raise UnsupportedModelError for a value that is neither None nor a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value <= sys.float_info.max):
         raise UnsupportedModelError(f"{name}={value!r} must be a finite number above 0, or null")
@@ -168,7 +168,8 @@ class ModelConfig:
     if all are plain: they see all tokens, rotate by the first of `ropes` and have a dense MLP. `kinds` has
     them as served. `attention_scale` is the factor on scores; None means head_dim**-0.5. With
     `attention_softcap`, a scaled score s becomes cap * tanh(s / cap). `has_sinks` adds a logit to the softmax
-    of each head, without a value.
+    of each head, without a value. Rows of the token table are multiplied by `embedding_scale` as the first
+    layer's input, and logits by `logit_scale`.
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -204,6 +205,8 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     has_sinks: bool = False
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that no implementation could run."""
@@ -230,7 +233,7 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-        for name in ("attention_scale", "attention_softcap"):
+        for name in ("attention_scale", "attention_softcap", "logit_scale", "embedding_scale"):
             _check_positive(name, getattr(self, name))
         self._check_layer_kinds()
 
@@ -271,7 +274,7 @@ class ModelConfig:
 
     @functools.cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of every layer as served: a window that covers the whole context is None."""
+        """Kind of every layer as served, without windows that cover the whole context."""
         context = self.max_position_embeddings
         return tuple(
             dataclasses.replace(kind, window=None) if (kind.window or 0) >= context else kind

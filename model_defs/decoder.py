@@ -74,4 +74,6 @@ class Decoder(nnx.Module):
         self, hidden: Annotated[jax.Array, "f32[S, hidden_size]"]
     ) -> Annotated[jax.Array, "f32[S, vocab_size]"]:
         """Map rows [S, hidden_size] of the normed output to logits f32[S, vocab_size]."""
-        return (self.embed if self.head is None else self.head).logits(hidden)
+        scores = (self.embed if self.head is None else self.head).logits(hidden)
+        scale = self.config.logit_scale
+        return scores if scale == 1.0 else scores * scale

@@ -30,6 +30,8 @@ class Family:
       make_model: declares the arrays of a config, without values.
       weight_map: returns the recipe of each array from a checkpoint.
       tensor_prefix: prefix of most tensor names of a checkpoint.
+      layer_prefix: prefix of the tensors of layers behind it; the number of the layer follows.
+      constants: endings of the names of tensors that follow from the config, and are skipped.
       presets: configs by name, of published models and a tiny one.
       has_position_table: whether learned positions limit the context. Otherwise it can be raised.
       window_of_all_layers: whether all layers have the `sliding_window` of a config that was saved before
@@ -44,5 +46,7 @@ class Family:
     weight_map: Callable[[ModelConfig], WeightMap]
     tensor_prefix: str
     presets: dict[str, ModelConfig]
+    layer_prefix: str = "layers."
+    constants: tuple[str, ...] = ()
     has_position_table: bool = False
     window_of_all_layers: bool = False

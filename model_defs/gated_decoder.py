@@ -146,7 +146,8 @@ class GatedDecoder(Decoder):
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Embed tokens; see `Decoder`. Positions are unused here."""
-        return self.embed(token_ids)
+        x, scale = self.embed(token_ids), self.config.embedding_scale
+        return x if scale == 1.0 else x * scale
 
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int

@@ -28,8 +28,9 @@ from model_defs.sharding import TENSOR_AXIS, tensor_parallel_size
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
-_PREFIXES = ("model.", "language_model.", "model.", "decoder.")  # in this order; a multimodal one has three
-_HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
+# In this order: a multimodal checkpoint may have three of them.
+_PREFIXES = ("model.", "language_model.", "model.", "decoder.", "transformer.")
+_HEAD = "lm_head.weight"
 _HEAD_MODULE = _HEAD.removesuffix("weight")
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
@@ -50,10 +51,10 @@ def hf_filler(
     dtype, two tensors of one name, or a head that differs from its tied table. The filler raises it for codes
     that are not numbers.
     """
-    by_short_name = _by_short_name(entries)
+    by_short_name = _by_short_name(entries, family(config.architecture).constants)
     recipes = {name: recipe(name, config) for name in parameter_names}
     sources = _sources(recipes, by_short_name, quantized)
-    _check(by_short_name, sources, config, quantized)
+    _check(by_short_name, sources, config, quantized, table=recipes["embed.table"].names[0])
 
     def fill(name: str, parameter: Parameter) -> jax.Array:
         target: Any = parameter.get_value()  # still a ShapeDtypeStruct
@@ -132,14 +133,14 @@ def _short(name: str) -> str:
     return name
 
 
-def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return tensors by their names without prefixes, except for constants.
+def _by_short_name(entries: dict[str, TensorEntry], constants: tuple[str, ...]) -> dict[str, TensorEntry]:
+    """Return tensors by their names without prefixes, except for constants, also those of the family.
 
     Raises CheckpointError for two of one name.
     """
     found: dict[str, TensorEntry] = {}
     for entry in entries.values():
-        if is_constant(entry.name):
+        if is_constant(entry.name) or entry.name.endswith(constants):
             continue
         other = found.setdefault(_short(entry.name), entry)
         if other is not entry:
@@ -176,8 +177,13 @@ def _check(
     sources: dict[str, Source],
     config: ModelConfig,
     quantized: QuantizedFormat | None,
+    *,
+    table: str,
 ) -> None:
-    """Raise CheckpointError unless the tensors are exactly those of the sources, in their shapes."""
+    """Raise CheckpointError unless the tensors are exactly those of the sources, in their shapes.
+
+    `table` is the name of the table of tokens, which a copy of a tied head must equal.
+    """
     prefix = family(config.architecture).tensor_prefix
     if quantized is None:
         refuse_quantized_tensors(entries.values())
@@ -195,7 +201,7 @@ def _check(
                 f"{source.asked_by} asks for {list(part.shape)}"
             )
     used = {part.name for _, part in parts}.union(*(source.others for source in sources.values()))
-    has_copy = config.tie_word_embeddings and _HEAD in entries and _TABLE in entries
+    has_copy = config.tie_word_embeddings and _HEAD in entries and table in entries
     extra = [
         entry for name, entry in entries.items() if name not in used and not (name == _HEAD and has_copy)
     ]
@@ -205,7 +211,7 @@ def _check(
             f"{len(extra)} tensor(s) are not part of this model: {_listed([entry.name for entry in extra])}"
         )
     if has_copy:
-        _check_tied(entries[_HEAD], entries[_TABLE])
+        _check_tied(entries[_HEAD], entries[table])
 
 
 def _check_tied(head: TensorEntry, table: TensorEntry) -> None:

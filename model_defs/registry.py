@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.families import llama, mistral, olmo2, opt, phi3, qwen2, qwen3
+from model_defs.families import gpt2, granite, llama, mistral, olmo2, opt, phi3, qwen2, qwen3
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
@@ -35,6 +35,8 @@ FAMILIES: dict[str, Family] = {
         mistral.FAMILY,
         olmo2.FAMILY,
         phi3.FAMILY,
+        gpt2.FAMILY,
+        granite.FAMILY,
     )
 }
 """All families, by name."""
@@ -55,6 +57,7 @@ def family(architecture: str) -> Family:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the preset `name` with fields replaced, e.g. `preset("opt-13b", num_layers=2)`.
 
+    Fewer layers have the kinds of the first ones.
     Raises UnsupportedModelError for an unknown preset or field.
     """
     if name not in PRESETS:
@@ -62,7 +65,10 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise UnsupportedModelError(f"preset field {', '.join(sorted(unknown))} is unknown")
-    return dataclasses.replace(PRESETS[name], **overrides)
+    config, num_layers = PRESETS[name], overrides.get("num_layers")
+    if num_layers is not None:
+        overrides = {"layer_kinds": config.layer_kinds[:num_layers]} | overrides
+    return dataclasses.replace(config, **overrides)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:

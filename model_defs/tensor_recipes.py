@@ -75,6 +75,18 @@ def from_one_tensor(recipe: Recipe, name: str) -> Recipe:
     return recipe._replace(names=(name,) * count, shapes=(whole,) * count, sections=sections)
 
 
+def transposed(recipe: Recipe) -> Recipe:
+    """Return `recipe` for a checkpoint whose linear weights are [in, out] instead of [out, in]."""
+    assemble, axis = recipe.assemble, recipe.split_axis
+    assert assemble is not None and axis is not None
+
+    def run(*tensors: jax.Array) -> jax.Array:
+        return assemble(*(tensor.T for tensor in tensors))
+
+    shapes = tuple(shape[::-1] for shape in recipe.shapes)
+    return recipe._replace(shapes=shapes, assemble=run, split_axis=len(shapes[0]) - 1 - axis)
+
+
 def token_recipes(config: ModelConfig) -> dict[str, Recipe]:
     """Return the recipes of the token table and the head."""
     return {

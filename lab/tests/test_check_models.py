@@ -17,6 +17,8 @@ VARIANTS = {
     "qwen3_bias": "qwen3",
     "mistral_gqa": "mistral",
     "phi3_long": "phi3",
+    "gpt2_tied": "gpt2",
+    "granite_tied": "granite",
     "olmo2_gqa": "olmo2",
 }
 

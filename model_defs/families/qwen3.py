@@ -49,6 +49,9 @@ _PRESETS = {
         ropes=(RopeConfig(theta=1e6),),
     ),
     "qwen3-tiny": tiny_preset("qwen3"),
+    "qwen3-window-tiny": tiny_preset(
+        "qwen3", num_layers=4, layer_kinds=(LayerKind(window=32), LayerKind()) * 2
+    ),
 }
 
 

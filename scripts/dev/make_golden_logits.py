@@ -72,6 +72,7 @@ _QWEN2 = {
 _QWEN3 = _QWEN2 | {"head_dim": 16}
 _OLMO2 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
+_GPT2 = {"layer_norm_epsilon": 1e-4}
 _PHI3 = {"hidden_size": 32, "intermediate_size": 40}
 _QWEN_VISION = {
     "depth": 1,
@@ -124,6 +125,19 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_bias": Variant("qwen3", _QWEN3 | {"attention_bias": True, "tie_word_embeddings": True}),
     "mistral_gqa": Variant("mistral", _MISTRAL | {"sliding_window": None}),
     "mistral_window": Variant("mistral", _MISTRAL | {"head_dim": 8, "sliding_window": 48}, "float16"),
+    "mistral_short_window": Variant("mistral", _MISTRAL | {"sliding_window": 11}),
+    "qwen2_late_window": Variant(
+        "qwen2", _QWEN2 | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    ),
+    "qwen3_early_window": Variant(
+        "qwen3",
+        _QWEN3
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "qwen2_5_vl": Variant(
         "qwen2_5_vl",
         _QWEN2
@@ -177,7 +191,7 @@ VARIANTS: dict[str, Variant] = {
         "phi3",
         _PHI3
         | {
-            "sliding_window": 48,
+            "sliding_window": 12,
             "original_max_position_embeddings": 48,
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -190,6 +204,40 @@ VARIANTS: dict[str, Variant] = {
         "float16",
         max_shard_size="15KB",
         seed=105,
+    ),
+    "gpt2_tied": Variant("gpt2", _GPT2, seed=106),
+    "gpt2_untied": Variant(
+        "gpt2",
+        _GPT2 | {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},
+        "float16",
+        max_shard_size="15KB",
+        seed=107,
+    ),
+    "granite_tied": Variant(
+        "granite",
+        _GQA
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 2.5,
+            "rms_norm_eps": 1e-2,
+            "tie_word_embeddings": True,
+        },
+        seed=108,
+    ),
+    "granite_bias": Variant(
+        "granite",
+        _GQA
+        | {
+            "residual_multiplier": 0.22,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": _ROPE_YARN,
+        },
+        "float16",
+        max_shard_size="15KB",
+        seed=109,
     ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(

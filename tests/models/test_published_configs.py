@@ -101,11 +101,69 @@ PHI4_MINI = (
     }
 )
 
+GPT2: dict[str, Any] = {
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "bos_token_id": 50256,
+    "eos_token_id": 50256,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "summary_type": "cls_index",
+    "vocab_size": 50257,
+}
+
+
+def gpt2_sizes(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return GPT2 | {"n_layer": layers, "n_embd": hidden, "n_head": heads}
+
+
+GRANITE = named(
+    "granite",
+    "GraniteForCausalLM",
+    **sizes(40, 4096, 32, 8, 12800),
+    attention_bias=False,
+    attention_multiplier=0.0078125,
+    bos_token_id=0,
+    embedding_multiplier=12.0,
+    eos_token_id=0,
+    logits_scaling=16.0,
+    max_position_embeddings=131072,
+    mlp_bias=False,
+    residual_multiplier=0.22,
+    rms_norm_eps=1e-5,
+    rope_scaling=None,
+    rope_theta=10000000.0,
+    vocab_size=49159,
+) | {"tie_word_embeddings": True}
+GRANITE_2B = (
+    GRANITE | sizes(40, 2048, 32, 8, 8192) | {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
+)
+
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "OLMo-2-0425-1B": (OLMO2 | sizes(16, 2048, 16, 16, 8192), 1.485, {"head_dim": 128}),
     "OLMo-2-1124-7B": (OLMO2, 7.299, {"head_dim": 128, "group_size": 1}),
     "OLMo-2-1124-13B": (OLMO2 | sizes(40, 5120, 40, 40, 13824), 13.716, {"head_dim": 128}),
     "OLMo-2-0325-32B": (OLMO2 | sizes(64, 5120, 40, 8, 27648), 32.234, {"group_size": 5}),
+    "distilgpt2": (gpt2_sizes(6, 768, 12), 0.08191, {"dtype": "float32"}),
+    "gpt2": (GPT2, 0.12444, {"head_dim": 64, "intermediate_size": 3072, "activation": "gelu_tanh"}),
+    "gpt2-medium": (gpt2_sizes(24, 1024, 16), 0.35482, {"head_dim": 64}),
+    "gpt2-large": (gpt2_sizes(36, 1280, 20), 0.77403, {"head_dim": 64}),
+    "gpt2-xl": (gpt2_sizes(48, 1600, 25), 1.55761, {"head_dim": 64}),
+    "granite-3.0-2b": (
+        GRANITE_2B | {"max_position_embeddings": 4096, "rope_theta": 10000.0, "vocab_size": 49155},
+        2.534,
+        {"head_dim": 64, "attention_scale": 0.015625, "logit_scale": 0.125},
+    ),
+    "granite-3.1-8b": (GRANITE | {"vocab_size": 49155}, 8.171, {"attention_scale": 0.0078125}),
+    "granite-3.3-2b": (GRANITE_2B, 2.534, {"head_dim": 64, "embedding_scale": 12 / 0.22}),
+    "granite-3.3-8b": (GRANITE, 8.171, {"logit_scale": 1 / 16, "norm_eps": 1e-5 / 0.22**2}),
     "Phi-3-mini-4k": (PHI3_MINI_4K, 3.821, {"head_dim": 96, "windows": (2047,), "ropes": (RopeConfig(),)}),
     "Phi-3-mini-128k": (
         PHI3_MINI | longrope("su", 48),
@@ -127,7 +185,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
 }
 """Values of the file, billions of parameters, and what is expected of the config."""
 
-PRESETS = {"olmo2-7b": "OLMo-2-1124-7B", "phi4": "Phi-4"}
+PRESETS = {
+    "olmo2-7b": "OLMo-2-1124-7B",
+    "phi4": "Phi-4",
+    "gpt2": "gpt2",
+    "gpt2-large": "gpt2-large",
+    "granite-8b": "granite-3.3-8b",
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -157,6 +221,29 @@ def test_presets_are_published_models(name: str) -> None:
 def test_options_and_defaults(values: dict[str, Any], fields: dict[str, Any]) -> None:
     base = parse_hf_config(OLMO2)
     assert parse_hf_config(values) == dataclasses.replace(base, **fields)
+
+
+def test_options_and_defaults_of_granite() -> None:
+    """Without multipliers it is a Llama whose scores are not scaled."""
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    config = parse_hf_config(without(GRANITE, *names, "rms_norm_eps"))
+    assert (config.embedding_scale, config.attention_scale, config.logit_scale) == (1.0, 1.0, 1.0)
+    assert config.norm_eps == 1e-6
+    biases = {"attention_bias": True, "mlp_bias": True}
+    assert parse_hf_config(GRANITE | biases) == dataclasses.replace(parse_hf_config(GRANITE), **biases)
+    prints = {model_fingerprint(parse_hf_config(GRANITE | {name: 0.5}), "random:x") for name in names}
+    assert len(prints) == 4
+
+
+def test_options_and_defaults_of_gpt2() -> None:
+    required = ("architectures", "vocab_size", "n_embd", "n_layer", "n_head")
+    assert parse_hf_config({name: GPT2[name] for name in required}) == parse_hf_config(GPT2)
+    options = {"n_inner": 5, "activation_function": "gelu", "tie_word_embeddings": False}
+    expected = {"intermediate_size": 5, "activation": "gelu", "tie_word_embeddings": False}
+    assert parse_hf_config(GPT2 | options) == dataclasses.replace(parse_hf_config(GPT2), **expected)
+    more = GPT2 | {"n_positions": 2048, "layer_norm_epsilon": 1e-6, "n_inner": None}
+    config = parse_hf_config(more | {"reorder_and_upcast_attn": True})
+    assert (config.max_position_embeddings, config.norm_eps, config.intermediate_size) == (2048, 1e-6, 3072)
 
 
 def test_longrope_is_read() -> None:
@@ -199,6 +286,22 @@ def scaled(**options: Any) -> dict[str, Any]:
 
 
 REFUSED = [
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supp"),
+    (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights=False is not supported; True is"),
+    (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+    (GPT2 | {"n_embd": 770}, "n_embd=770 is not a multiple of n_head=12"),
+    (GPT2 | {"n_embd": "768"}, "n_embd='768' must be a positive integer"),
+    (without(GPT2, "n_layer"), "n_layer=None must be a positive integer"),
+    (GPT2 | {"activation_function": "silu"}, "activation_function='silu' is not supported"),
+    (GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel"),
+    (GRANITE | {"residual_multiplier": 0}, "residual_multiplier=0 must be a finite number above 0"),
+    (GRANITE | {"attention_multiplier": -1.0}, "attention_multiplier=-1.0 must be a finite number above 0"),
+    (GRANITE | {"logits_scaling": "8"}, "logits_scaling='8' must be a finite number above 0"),
+    (GRANITE | {"embedding_multiplier": True}, "embedding_multiplier=True must be a finite number"),
+    (GRANITE | {"rms_norm_eps": -1e-5}, "rms_norm_eps=-1e-05 must be a finite number"),
+    (GRANITE | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (GRANITE | {"layer_types": ["mamba"]}, "layer_types: 'mamba' is not supported"),
+    (GRANITE | {"architectures": ["GraniteMoeForCausalLM"]}, "GraniteMoeForCausalLM"),
     (scaled(type="linear", factor=2.0), "rope_type='linear' is not supported in this family; 'default' and"),
     (scaled(type="dynamic"), "rope_type='dynamic' is not supported in this family"),
     (scaled(short_factor=[1.0] * 47), "short_factors has 47 numbers; it must have 48"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model_defs import preset
-from model_defs.tensor_recipes import attention_recipes, from_one_tensor, gated_mlp_recipes
+from model_defs.tensor_recipes import attention_recipes, from_one_tensor, gated_mlp_recipes, transposed
 
 CONFIG = preset("llama-tiny")
 HALF_CONFIG = dataclasses.replace(
@@ -47,6 +47,18 @@ def test_sections_of_one_tensor_are_the_tensors_of_the_recipe(name):
     assert set(fused.names) == {"one"} and set(fused.shapes) == {one.shape}
     for (begin, end), tensor in zip(fused.sections, tensors, strict=True):
         np.testing.assert_array_equal(one[begin:end], tensor)
+
+
+def test_transposed_tensors_are_split_along_the_other_axis():
+    recipe = from_one_tensor(transposed(WHOLE["qkv.proj.kernel"]), "one")
+    plain = WHOLE["qkv.proj.kernel"]
+    assert recipe.assemble is not None and plain.assemble is not None and recipe.split_axis == 1
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in plain.shapes]
+    one = np.concatenate(tensors).T
+    assert set(recipe.shapes) == {one.shape}
+    parts = [one[:, begin:end] for begin, end in recipe.sections]
+    np.testing.assert_array_equal(recipe.assemble(*parts), plain.assemble(*tensors))
 
 
 def test_biases_of_outputs_are_not_split():

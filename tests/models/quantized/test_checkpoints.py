@@ -130,6 +130,18 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     assert_equal_models(write(tmp_path / "both", values, tensors), plain)
 
 
+def test_packed_weights_of_a_transposed_layer_are_refused(tmp_path: Path) -> None:
+    """GPT-2 stores plain weights as [in, out], but GPTQ packs those of every model as [out, in]."""
+    config = preset("gpt2-tiny")
+    source, _ = checkpoints(tmp_path, "gptq_int4", config, plain=("wte", "wpe"))
+    stored, _ = tensors_of(config, "gptq_int4", plain=("wte", "wpe"))
+    tensors, _ = FORMATS["gptq_int4"].encode(np.random.default_rng(1), (3 * 64, 64))
+    stored |= {f"transformer.h.0.attn.c_attn.{name}": value for name, value in tensors.items()}
+    values = json.loads((source / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"c_attn\.g_idx' .* is I32\[64\]; it must be I32"):
+        load_model(write(tmp_path / "packed", values, stored), mesh=make_mesh(1))
+
+
 def test_products_are_rounded_once(tmp_path: Path) -> None:
     """With a float32 model the weights are the products themselves."""
     config = CONFIGS["llama"]
