@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from model_defs import CheckpointError
-from model_defs.quantized import Source, parse_format
+from model_defs.quantized import Source, parse_format, unpacking
 from model_defs.quantized.mxfp4 import Mxfp4, Mxfp4Decoder
 from model_defs.quantized.source import Tensors
 from model_defs.safetensors_reader import TensorEntry, read_header
@@ -120,15 +120,25 @@ def test_sizes_that_no_word_ends_at_are_refused(
 
 @pytest.mark.parametrize("code", [127, 255])
 @pytest.mark.parametrize("name", ["fp8_blocks", "fp8_tensor", "float_channel"])
-def test_codes_that_are_not_numbers_are_found(name: str, code: int, tmp_path: Path) -> None:
+def test_codes_that_are_not_numbers_are_found(
+    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, _ = FORMATS[name].encode(np.random.default_rng(1), (16, 64))
     tensors["weight"].view(np.uint8)[3, 5] = code
     entries = stored(tensors, tmp_path / "layer.safetensors")
     codes = source_of(name, (16, 64), entries).parts[0]
     assert codes.fault is not None
-    assert codes.fault(entries[codes.name].read(codes.dtypes)) == (
-        f"code {code} at element {3 * 64 + 5}, which is NaN in e4m3"
-    )
+    for block in (2**20, 100):  # the code is in the first block, or in the second
+        monkeypatch.setattr(unpacking, "_CHECKED_BYTES", block)
+        assert codes.fault(entries[codes.name].read(codes.dtypes)) == (
+            f"code {code} at element {3 * 64 + 5}, which is NaN in e4m3"
+        )
+
+
+def test_the_exponent_that_is_not_a_number_is_found() -> None:
+    codes = np.array([0, 254, 255, 1], np.uint8)
+    assert unpacking.e8m0_fault(codes) == "code 255 at element 2, which is NaN in e8m0"
+    assert unpacking.e8m0_fault(codes[:2]) is None
 
 
 def test_scales_as_powers_of_two_belong_to_fp8_alone(tmp_path: Path) -> None:

@@ -61,6 +61,21 @@ PUBLISHED: list[tuple[Values, str]] = [
         "compressed-tensors:Linear=I8-4-1x128-packed",
     ),
     (groups(symmetric=False, strategy=None), "compressed-tensors:Linear=I8-4-1x128-packed-zeros"),
+    (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "config_groups": {
+                "a": groups(num_bits=8)["config_groups"]["group_0"] | {"format": "pack-quantized"},
+                "b": {
+                    "targets": ["re:.*down_proj"],
+                    "format": "float-quantized",
+                    "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+                },
+            },
+        },
+        "compressed-tensors:Linear=I8-8-1x128-packed;re:.*down_proj=F8_E4M3-8-allxall",
+    ),
     (AWQ | {"modules_to_not_convert": None}, "awq-4-g128"),
     (AWQ | {"version": "GEMM", "group_size": -1}, "awq-4-gall"),
     (
