@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -264,7 +265,7 @@ def test_a_window_is_that_of_the_text_half() -> None:
             changed(MISTRAL_SMALL_3_1, rope_scaling={"type": "mrope", "mrope_section": [1]}),
             "rope_type='mrope'",
         ),
-        (QWEN3_VL_4B | {"quantization_config": {"quant_method": "fp8"}}, "quantized by FP8"),
+        (QWEN3_VL_4B | {"quantization_config": {"quant_method": "hqq"}}, "quantized by HQQ are not"),
     ],
 )
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -336,3 +337,32 @@ def test_a_tensor_that_the_text_half_lacks_is_missing(tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 tensor\(s\) are missing: 'model.norm.weight'"):
         load_model(directory, mesh=make_mesh(1))
+
+
+def test_a_quantized_text_half(tmp_path: Path) -> None:
+    """Linear weights of the text half are codes in FP8 with a scale; those of the image half stay plain."""
+    directory = Path(shutil.copytree(GOLDEN / "qwen3_vl", tmp_path / "codes"))
+    codes, plain = {}, {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        codes[name] = plain[name] = weight
+        if "_proj" in name and "visual" not in name:
+            scale = np.float32(np.abs(weight.astype(np.float32)).max() / 448)
+            codes[name] = (weight.astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn)
+            codes[name.replace("weight", "weight_scale_inv")] = np.full((1, 1), scale)
+            plain[name] = codes[name].astype(np.float32) * scale
+    expected = rewritten("qwen3_vl", tmp_path / "plain", **NEW)
+    save_file(plain, expected / "model.safetensors")
+    save_file(codes, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.visual.blocks.0.attn.qkv", "lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    models = [load_model(path, dtype="float32", mesh=make_mesh(1)) for path in (directory, expected)]
+    token_ids, logits = golden("qwen3_vl")
+    found, same = (dense_logits(model, token_ids) for model in models)
+    np.testing.assert_array_equal(found, same)
+    assert 1e-3 < np.abs(found - logits).max() < 1.0
