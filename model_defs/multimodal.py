@@ -90,6 +90,13 @@ MULTIMODAL: dict[str, Multimodal] = {
             left_out=("vision_tower.", "multi_modal_projector."),
             others={"ministral3": "ministral3"},
         ),
+        Multimodal(
+            name="gemma3",
+            hf_architecture="Gemma3ForConditionalGeneration",
+            family="gemma3_text",
+            text_type="gemma3_text",
+            left_out=("vision_tower.", "multi_modal_projector."),
+        ),
     )
 }
 """All multimodal architectures, by `architectures`."""

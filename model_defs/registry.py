@@ -18,6 +18,9 @@ from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
 from model_defs.families import (
+    cohere2,
+    gemma2,
+    gemma3,
     glm4,
     gpt2,
     granite,
@@ -55,6 +58,9 @@ FAMILIES: dict[str, Family] = {
         glm4.FAMILY,
         smollm3.FAMILY,
         olmo3.FAMILY,
+        cohere2.FAMILY,
+        gemma3.FAMILY,
+        gemma2.FAMILY,
     )
 }
 """All families, by name."""

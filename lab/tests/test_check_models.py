@@ -24,6 +24,9 @@ VARIANTS = {
     "glm4_bias": "glm4",
     "smollm3_nope": "smollm3",
     "olmo3_window": "olmo3",
+    "cohere2_window": "cohere2",
+    "gemma3_window": "gemma3",
+    "gemma2_window": "gemma2",
 }
 
 

@@ -30,6 +30,9 @@ IN_SHORT = {  # one of each family that no other test of the engine serves
     "glm4_bias",
     "smollm3_nope",
     "olmo3_window",
+    "cohere2_window",
+    "gemma3_ropes",
+    "gemma2_window",
 }
 
 

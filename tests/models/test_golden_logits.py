@@ -19,6 +19,8 @@ IN_SHORT = {  # paged as well
     "granite_tied",
     "ministral3_growth",
     "olmo2_bias",
+    "cohere2_bias",
+    "gemma2_window",
     "opt_post_norm",
     "qwen3_gqa",
 }

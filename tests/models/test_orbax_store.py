@@ -85,6 +85,9 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         pytest.param("glm4_yarn", marks=pytest.mark.long),
         pytest.param("smollm3_window", marks=pytest.mark.long),
         pytest.param("olmo3_window", marks=pytest.mark.long),
+        pytest.param("cohere2_bias", marks=pytest.mark.long),
+        "gemma3_ropes",
+        pytest.param("gemma2_window", marks=pytest.mark.long),
     ],
 )
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:

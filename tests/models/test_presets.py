@@ -53,6 +53,9 @@ BILLIONS = {
     "glm4-9b": 9.40,
     "smollm3-3b": 3.08,
     "olmo3-7b": 7.30,
+    "command-r7b": 8.03,
+    "gemma3-12b": 11.77,
+    "gemma2-9b": 9.24,
 }
 TINY = [
     "opt-tiny",
@@ -68,6 +71,9 @@ TINY = [
     "glm4-tiny",
     "smollm3-tiny",
     "olmo3-tiny",
+    "cohere2-tiny",
+    "gemma3-tiny",
+    "gemma2-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED

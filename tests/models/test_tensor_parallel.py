@@ -33,6 +33,9 @@ CONFIGS = {
     "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
     "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
     "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
+    "cohere2": preset("cohere2-tiny", attention_bias=True),
+    "gemma3": preset("gemma3-tiny", initial_norm_scale=1.0),
+    "gemma2": preset("gemma2-tiny"),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -72,6 +75,9 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "glm4": (2,),
                     "smollm3": (2,),
                     "olmo3": (2,),
+                    "cohere2": (2,),
+                    "gemma3": (2,),
+                    "gemma2": (2,),
                 }
             }.items()
         ),
