@@ -3,8 +3,8 @@
 Owns: the sizes, what they must divide, and the choice between both forms of the kernel.
 Does not know: how the kernel works. Called by: `api` and benchmarks.
 
-With few rows for each expert, weights are the rows of a matrix instruction, which takes 64, and tokens are
-its columns, of which it takes as few as 8. With many, tokens are its rows.
+With few rows for each expert, weights are the 64 rows of a matrix instruction, and tokens are its columns: 8
+or more of them. With many, tokens are its rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ExpertTile:
 
     @property
     def num_warpgroups(self) -> int:
-        """Warpgroups that multiply."""
+        """Number of warpgroups that multiply."""
         return (self.columns if self.swapped else self.rows) // INSTRUCTION_ROWS
 
     def stage_bytes(self, *, gated: bool) -> int:
