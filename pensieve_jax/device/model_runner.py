@@ -275,7 +275,7 @@ class ModelRunner:
         resident_bytes = self.weights_bytes + self.storage.pool_bytes + self._adjuster.num_bytes
         buckets = {}
         for bucket in self.layouts:
-            executables = self._executables.of_step(bucket, self.storage.groups)
+            executables = self._executables.of_step(bucket, self._programs.group_kinds)
             if not executables:
                 continue
             # The hidden state is float32, as the models' residual stream. All programs share one plan.
@@ -307,7 +307,7 @@ class ModelRunner:
             for group, leaves in enumerate(programs.groups):
                 self._transfers.land(group)
                 pools = self.device_pools.groups[group]
-                run = executables.run_layers[bucket, len(pools)]
+                run = executables.run_layers[bucket, programs.group_kinds[group]]
                 table = self._exchange.arrays[:1]
                 self.device_pools.groups[group], hidden = run(leaves, pools, hidden, words, *table)
             scores: Scores = executables.score[bucket](programs.back, hidden, words)
