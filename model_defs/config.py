@@ -30,7 +30,8 @@ MAX_WINDOWS = 2
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 MLP_KINDS = ("dense", "moe")
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "geglu_tanh")
+_GATES = {"silu": "silu", "geglu_tanh": "gelu_tanh"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -126,7 +127,8 @@ class ModelConfig:
     """Decoder-only transformer. It is hashable, so that it can be a static argument of a compiled step.
 
     `architecture` is the name of a row in `registry.FAMILIES`. Features that a family always has (Qwen3's
-    norms of queries and keys) are in its module, not here. `activation` is the MLP's. `attention_bias`
+    norms of queries and keys) are in its module, not here. `activation` is the MLP's; "silu" and "geglu_tanh"
+    (GELU in its tanh form) are those of a gated one. `attention_bias`
     applies to the projections that have a bias in the family: all four, or (Qwen2) queries, keys and values.
     `ropes` are the rotary embeddings that layers refer to. `layer_kinds` has an entry for each layer, or none
     if all are plain: they see all tokens, rotate by the first of `ropes` and have a dense MLP. `kinds` has
@@ -253,9 +255,14 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def gate(self) -> str | None:
+        """Function of the gate of a gated MLP, "silu" or "gelu_tanh"; None for a plain MLP."""
+        return _GATES.get(self.activation)
+
+    @property
     def is_gated(self) -> bool:
-        """Whether the MLP multiplies two projections of its input, which is the case for silu only."""
-        return self.activation == "silu"
+        """Whether the MLP multiplies two projections of its input, one of them after a function."""
+        return self.gate is not None
 
     @property
     def embed_width(self) -> int:

@@ -5,6 +5,8 @@ projections, rejected options. Knows no family.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from model_defs.config import LayerKind, ModelConfig
@@ -22,6 +24,8 @@ from model_defs.tensor_recipes import (
 )
 
 TENSOR_PREFIX = "model."
+PLAIN_NORMS = MappingProxyType({"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+"""Tensors of the norms before both blocks, by our names."""
 _FIRST_WINDOW_LAYER, _QWEN_WINDOW = 28, 4096  # defaults of transformers
 
 
@@ -37,6 +41,7 @@ class Defaults:
     eos: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    norm_eps: float = 1e-6
 
 
 def parse_gated(
@@ -73,7 +78,7 @@ def parse_gated(
         intermediate_size=integer(values, "intermediate_size"),
         tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
         activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        norm_eps=number(values, "rms_norm_eps", 1e-6),
+        norm_eps=number(values, "rms_norm_eps", defaults.norm_eps),
         initializer_range=number(values, "initializer_range", 0.02),
         **fields,
     )
@@ -167,17 +172,15 @@ def written_qwen_kinds(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def gated_weight_map(config: ModelConfig) -> WeightMap:
-    """Return the recipes of all parameters of a `GatedDecoder` with plain layers."""
+def gated_weight_map(config: ModelConfig, norms: Mapping[str, str] = PLAIN_NORMS) -> WeightMap:
+    """Return the recipes of all parameters of a `GatedDecoder` with plain layers.
+
+    `norms` has the tensor's name of each norm of a layer.
+    """
+    layer: dict[str, Recipe] = {
+        f"{ours}.scale": vector(f"{theirs}.weight", config.hidden_size) for ours, theirs in norms.items()
+    }
     return WeightMap(
         outer=token_recipes(config) | {"final_norm.scale": vector("norm.weight", config.hidden_size)},
-        layer=_layer_recipes(config),
+        layer=attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | layer,
     )
-
-
-def _layer_recipes(config: ModelConfig) -> dict[str, Recipe]:
-    norms = {
-        "input_norm.scale": vector("input_layernorm.weight", config.hidden_size),
-        "mlp_norm.scale": vector("post_attention_layernorm.weight", config.hidden_size),
-    }
-    return attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | norms

@@ -26,10 +26,12 @@ def check_rotary(config: ModelConfig) -> None:
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
+    """Gated MLP; gate and up are one column-parallel matmul, kernel [hidden_size, 2, intermediate_size]."""
 
     def __init__(self, build: Build) -> None:
         config = build.config
+        assert config.gate is not None, "the family's activations are those of a gated MLP"
+        self.gate = config.gate
         hidden, wide, bias = (config.hidden_size,), config.intermediate_size, config.mlp_bias
         self.gate_up = Linear(build, hidden, (2, wide), out_axis=1, bias=bias)
         self.down = Linear(build, (wide,), hidden, in_axis=0, bias=bias)
@@ -39,11 +41,11 @@ class GatedMLP(nnx.Module):
 
         See `Linear.deferred`.
         """
-        return self.down.deferred(self.gate_up.gated(x))
+        return self.down.deferred(self.gate_up.gated(x, self.gate))
 
 
-class GatedLayer(nnx.Module):
-    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm.
+class GatedBlocks(nnx.Module):
+    """Attention and gated MLP of a layer; a subclass places the norms around them.
 
     Attributes:
       options: what its attention does besides the plain one.
@@ -53,7 +55,7 @@ class GatedLayer(nnx.Module):
     def __init__(
         self, build: Build, kind: LayerKind, *, qkv_bias: bool = False, out_bias: bool = False
     ) -> None:
-        """Declare the layer's arrays. The family decides which attention projections have a bias."""
+        """Declare the blocks' arrays. The family decides which attention projections have a bias."""
         config = build.config
         if kind.mlp != "dense":
             raise UnsupportedModelError(
@@ -61,12 +63,36 @@ class GatedLayer(nnx.Module):
             )
         self.options = attention_options(config, kind)
         self.sinks = declare(build, (config.num_heads,), (TENSOR_AXIS,)) if config.has_sinks else None
-        self.input_norm = RMSNorm(build)
         self.qkv = FusedQKV(build, bias=qkv_bias)
         heads = config.num_heads, config.head_dim
         self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias)
-        self.mlp_norm = RMSNorm(build)
         self.mlp = GatedMLP(build)
+
+    def attend(
+        self, layer_index: int, x: jax.Array, rotation: Rotation | None, attention: Attention
+    ) -> Summand:
+        """Map the attention block's input [T, hidden_size] to its output, of the same shape."""
+        q, k, v = self.project(x)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        sinks = None if self.sinks is None else self.sinks[...]
+        return self.out.deferred(attention(layer_index, q, k, v, options=self.options, sinks=sinks))
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Map [T, hidden_size] to unrotated q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]."""
+        return self.qkv(x)
+
+
+class GatedLayer(GatedBlocks):
+    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm."""
+
+    def __init__(
+        self, build: Build, kind: LayerKind, *, qkv_bias: bool = False, out_bias: bool = False
+    ) -> None:
+        """Declare the layer's arrays; see `GatedBlocks`."""
+        super().__init__(build, kind, qkv_bias=qkv_bias, out_bias=out_bias)
+        self.input_norm = RMSNorm(build)
+        self.mlp_norm = RMSNorm(build)
 
     def __call__(
         self,
@@ -75,35 +101,20 @@ class GatedLayer(nnx.Module):
         y: Summand | None,
         rotation: Rotation | None,
         attention: Attention,
-    ) -> tuple[jax.Array, Summand]:
+    ) -> tuple[jax.Array, Summand | None]:
         """Run the layer on the stream f32[T, hidden_size] and a pending term; return both after the layer.
 
         `rotation` is that of the layer's kind.
         """
         x, normed = self.input_norm.add(x, y)
-        y = self.out.deferred(self.attend(layer_index, normed, rotation, attention))
-        x, normed = self.mlp_norm.add(x, y)
+        x, normed = self.mlp_norm.add(x, self.attend(layer_index, normed, rotation, attention))
         return x, self.mlp(normed)
-
-    def attend(
-        self, layer_index: int, normed: jax.Array, rotation: Rotation | None, attention: Attention
-    ) -> jax.Array:
-        """Map [T, hidden_size] to [T, num_heads, head_dim] by attention as the layer's kind has it."""
-        q, k, v = self.project(normed)
-        if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
-        sinks = None if self.sinks is None else self.sinks[...]
-        return attention(layer_index, q, k, v, options=self.options, sinks=sinks)
-
-    def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Map [T, hidden_size] to unrotated q [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]."""
-        return self.qkv(normed)
 
 
 class GatedDecoder(Decoder):
     """Gated decoder model; see `Decoder`."""
 
-    def __init__(self, build: Build, make_layer: Callable[[LayerKind], GatedLayer]) -> None:
+    def __init__(self, build: Build, make_layer: Callable[[LayerKind], GatedBlocks]) -> None:
         """Declare every array. `make_layer` is called for each layer with its kind; a loader sets values."""
         config = build.config
         check_rotary(config)

@@ -113,27 +113,30 @@ class Linear(nnx.Module):
             return self._on_shards(functools.partial(small_batch_product, relu=True), self.out_axes, x, bias)
         return activation(name)(self(x))
 
-    def gated(self, x: _Input) -> Annotated[jax.Array, "f[T, wide]"]:
-        """Map [T, *in_shape] to [T, wide] by SwiGLU, with a kernel [*in_shape, 2, wide], the gate first."""
-        small_batch_product = self._small_batch_product(x.shape[0], gated=True)
+    def gated(self, x: _Input, gate: str) -> Annotated[jax.Array, "f[T, wide]"]:
+        """Map [T, *in_shape] to [T, wide]: the product of up and the function `gate` of the gate.
+
+        The kernel is [*in_shape, 2, wide], the gate first.
+        """
+        small_batch_product = self._small_batch_product(x.shape[0], gate)
         if small_batch_product is not None and self.bias is None:
             return self._on_shards(small_batch_product, self.out_axes[1:], x, None)
         y = self(x)
-        return jax.nn.silu(y[:, 0]) * y[:, 1]
+        return activation(gate)(y[:, 0]) * y[:, 1]
 
     def _product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
         return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
 
     def _small_batch_product(
-        self, num_rows: int, *, gated: bool = False
+        self, num_rows: int, gate: str | None = None
     ) -> small_batch_matmul.Product | None:
         """Return the small-batch product of each device's part of the kernel; None if it is not supported."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
         shape = tuple(
             size // tp if axis else size for size, axis in zip(self.kernel[...].shape, axes, strict=True)
         )
-        return small_batch_matmul.product(num_rows, shape, self.num_in_dims, self.build.dtype, gated=gated)
+        return small_batch_matmul.product(num_rows, shape, self.num_in_dims, self.build.dtype, gate=gate)
 
     @property
     def _adds_up(self) -> bool:
@@ -224,6 +227,12 @@ class Norm(nnx.Module):
             norm = NormSpec(self.kind, self.build.config.norm_eps, dtype)
             return y.sums.total_and_norm(x, y, *self._affine, norm=norm)
         return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
+
+    def of_sum(self, y: Summand) -> Hidden:
+        """Norm a term [T, hidden_size] before it is added to the stream; the result is float32."""
+        whole = finish_sum(y).astype(jnp.float32)
+        backend = choose_backend(whole.shape[1], _device(self.build.mesh))
+        return self._run(whole, None, jnp.dtype(jnp.float32), backend)[1]
 
     def _run(
         self, x: jax.Array, y: jax.Array | None, dtype: jnp.dtype, backend: str

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.families import llama, mistral, opt, qwen2, qwen3
+from model_defs.families import llama, mistral, olmo2, opt, qwen2, qwen3
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
@@ -33,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         qwen2.FAMILY,
         qwen3.FAMILY,
         mistral.FAMILY,
+        olmo2.FAMILY,
     )
 }
 """All families, by name."""

@@ -24,12 +24,13 @@ NUM_TOKENS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Tiny model: its `model_type`, its options besides the common ones, and how it is saved."""
+    """Tiny model: its `model_type`, its options besides the common ones, how it is saved, and its seed."""
 
     model_type: str
     options: dict[str, Any]
     save_dtype: str = "bfloat16"
     max_shard_size: str = "1GB"
+    seed: int | None = None  # None means the index in the table
 
 
 _COMMON = {
@@ -65,6 +66,7 @@ _QWEN2 = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 _QWEN3 = _QWEN2 | {"head_dim": 16}
+_OLMO2 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
 
 VARIANTS: dict[str, Variant] = {
@@ -97,8 +99,14 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_bias": Variant("qwen3", _QWEN3 | {"attention_bias": True, "tie_word_embeddings": True}),
     "mistral_gqa": Variant("mistral", _MISTRAL | {"sliding_window": None}),
     "mistral_window": Variant("mistral", _MISTRAL | {"head_dim": 8, "sliding_window": 48}, "float16"),
+    "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
+    "olmo2_bias": Variant(
+        "olmo2",
+        _OLMO2 | {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": _ROPE_YARN},
+        seed=202,
+    ),
 }
-"""Variants by name. The seed depends on the index in this table, so append new ones at the end."""
+"""Variants by name. Append new ones at the end, with a seed that no other has."""
 
 
 def build(variant: Variant, seed: int) -> Any:
@@ -149,8 +157,9 @@ def main(argv: list[str]) -> None:
         directory = root / name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
-        model = build(variant, FLAGS.seed + index)
-        input_ids = np.random.default_rng(FLAGS.seed + index).integers(0, 64, NUM_TOKENS)
+        seed = FLAGS.seed + (index if variant.seed is None else variant.seed)
+        model = build(variant, seed)
+        input_ids = np.random.default_rng(seed).integers(0, 64, NUM_TOKENS)
         logits = logits_of(model, input_ids)
         np.savez_compressed(directory / "logits.npz", input_ids=input_ids, logits=logits)
         save(model, variant, directory)

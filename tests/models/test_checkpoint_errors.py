@@ -363,7 +363,14 @@ def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> Non
 
 @pytest.mark.parametrize(
     ("variant", "tp"),
-    [("llama_default", 4), ("opt_pre_norm", 4), ("qwen2_untied", 2), ("qwen3_bias", 2), ("mistral_gqa", 2)],
+    [
+        ("llama_default", 4),
+        ("opt_pre_norm", 4),
+        ("qwen2_untied", 2),
+        ("qwen3_bias", 2),
+        ("mistral_gqa", 2),
+        ("olmo2_bias", 2),
+    ],
 )
 def test_loads_onto_several_devices(variant: str, tp: int) -> None:
     """Tensors are split before they are fused; the values are those of one device."""

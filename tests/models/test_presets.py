@@ -43,8 +43,9 @@ BILLIONS = {
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
+    "olmo2-7b": 7.30,
 }
-TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny"]
+TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "olmo2-tiny"]
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 
@@ -90,7 +91,7 @@ def test_random_weights_do_not_depend_on_the_mesh(name: str) -> None:
     for model, other in zip(*(named_parameters(model) for model in models), strict=True):
         np.testing.assert_array_equal(model[1].get_value(), other[1].get_value())
         values[model[0]] = np.asarray(model[1].get_value())
-    drawn = {name: value for name, value in values.items() if value.ndim > 1}
+    drawn = {n: value for n, value in values.items() if value.ndim > 1 and not n.endswith("norm.scale")}
     expected = dict.fromkeys(drawn, 0.3)
     for name in drawn:
         if name.endswith(RESIDUAL_KERNELS):
