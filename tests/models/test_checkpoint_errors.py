@@ -370,6 +370,8 @@ def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> Non
         ("qwen3_bias", 2),
         ("mistral_gqa", 2),
         ("olmo2_bias", 2),
+        ("qwen3_moe_gqa", 2),
+        ("mixtral_gqa", 2),
     ],
 )
 def test_loads_onto_several_devices(variant: str, tp: int) -> None:

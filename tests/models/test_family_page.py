@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model_defs import load_model, make_mesh, preset, registry
+from model_defs import head_norms, load_model, make_mesh, preset, registry
 from model_defs.families import qwen3
 from tests.launching import ROOT
 from tests.models.helpers import dense_logits
@@ -21,10 +21,10 @@ CONFIG = preset("qwen3-tiny")
 def test_the_layer_of_the_page_computes_what_the_family_does(monkeypatch: pytest.MonkeyPatch) -> None:
     token_ids = np.arange(3, 40, dtype=np.int32)
     expected = dense_logits(load_model("random:qwen3-tiny", dtype="float32", mesh=make_mesh(1)), token_ids)
-    names: dict[str, Any] = dict(vars(qwen3))
+    names: dict[str, Any] = dict(vars(head_norms))
     exec(compile(LAYER, "adding_a_model.md", "exec"), names)
-    assert names["Qwen3Layer"] is not qwen3.Qwen3Layer
-    monkeypatch.setattr(qwen3, "Qwen3Layer", names["Qwen3Layer"])
+    assert names["HeadNormLayer"] is not qwen3.HeadNormLayer
+    monkeypatch.setattr(qwen3, "HeadNormLayer", names["HeadNormLayer"])
     found = dense_logits(load_model("random:qwen3-tiny", dtype="float32", mesh=make_mesh(1)), token_ids)
     np.testing.assert_array_equal(found, expected)
 
@@ -32,7 +32,7 @@ def test_the_layer_of_the_page_computes_what_the_family_does(monkeypatch: pytest
 def test_the_recipe_of_the_page_is_in_the_weight_map() -> None:
     layer = qwen3.FAMILY.weight_map(CONFIG).layer
     for name in ("q_norm", "k_norm"):
-        (row,) = eval("{" + RECIPE + "}", {**vars(qwen3), "config": CONFIG, "name": name}).items()
+        (row,) = eval("{" + RECIPE + "}", {**vars(head_norms), "config": CONFIG, "name": name}).items()
         assert layer[row[0]] == row[1]
 
 

@@ -71,7 +71,9 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("variant", ["qwen2_tied", "qwen3_bias", "mistral_window", "olmo2_gqa"])
+@pytest.mark.parametrize(
+    "variant", ["qwen2_tied", "qwen3_bias", "mistral_window", "olmo2_gqa", "qwen3_moe_raw"]
+)
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
     """A round trip keeps all of the config, onto one device and onto two."""
     convert(str(GOLDEN / variant), tmp_path / "target", "float32")

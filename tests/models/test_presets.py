@@ -44,10 +44,15 @@ BILLIONS = {
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
     "olmo2-7b": 7.30,
+    "qwen3-30b-a3b": 30.53,
+    "mixtral-8x7b": 46.70,
 }
-TINY = ["opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "olmo2-tiny"]
+TINY = [
+    *("opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "olmo2-tiny"),
+    *("qwen3_moe-tiny", "mixtral-tiny"),
+]
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
-RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
+RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel", ".experts.down")
 
 
 @pytest.mark.parametrize("name", BILLIONS)
