@@ -9,7 +9,13 @@ from pallas_kernels.grouped_matmul.api import (
     shape_limit,
 )
 from pallas_kernels.grouped_matmul.groups import GroupedRows, GroupSpec, group_rows, sum_choices
-from pallas_kernels.grouped_matmul.tiles import ExpertTile, Products, block_rows, default_products
+from pallas_kernels.grouped_matmul.tiles import (
+    ExpertTile,
+    Products,
+    block_rows,
+    default_products,
+    with_long_ring,
+)
 
 __all__ = [
     "BACKENDS",
@@ -26,4 +32,5 @@ __all__ = [
     "group_rows",
     "shape_limit",
     "sum_choices",
+    "with_long_ring",
 ]

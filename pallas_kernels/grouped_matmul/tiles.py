@@ -9,6 +9,7 @@ or more of them. With many, tokens are its rows.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,7 +110,10 @@ def _default_tile(rows: int, depth: int, width: int, *, gated: bool) -> ExpertTi
     block_k = 2 * SWIZZLED if swapped and depth % (2 * SWIZZLED) == 0 else SWIZZLED
     if width % columns or depth % block_k:
         return None
-    one = ExpertTile(rows, columns, 1, swapped, block_k)
-    rest = _SHARED_BYTES - _OTHER_BYTES - 2 * rows * columns
-    num_stages = min(rest // one.stage_bytes(gated=gated), _MAX_STAGES)
-    return ExpertTile(rows, columns, num_stages, swapped, block_k)
+    return with_long_ring(ExpertTile(rows, columns, 2, swapped, block_k), gated=gated)
+
+
+def with_long_ring(tile: ExpertTile, *, gated: bool) -> ExpertTile:
+    """Return the tile with as many stages as shared memory holds, at most 12."""
+    rest = _SHARED_BYTES - _OTHER_BYTES - 2 * tile.rows * tile.columns
+    return dataclasses.replace(tile, num_stages=min(rest // tile.stage_bytes(gated=gated), _MAX_STAGES))

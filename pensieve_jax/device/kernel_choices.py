@@ -123,7 +123,7 @@ def _matmul_choice(
 def _expert_choice(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
 ) -> BackendChoice | None:
-    """Return the back end of a mixture of experts, of which each device has a part of every one."""
+    """Return the back end of a mixture of experts; each device has a part of every expert."""
     if model.experts is None:
         return None
     if config.runner.expert_matmul == "xla":
