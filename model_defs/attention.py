@@ -7,6 +7,7 @@ pages, no kernel, no shared code. The models know only the protocol.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
@@ -90,14 +91,17 @@ class Attention(Protocol):
 
 
 class RaggedBatch(NamedTuple):
-    """Ragged metadata of a step, shared by all layers, as a pytree. R rows, P pages per row, T tokens."""
+    """Ragged metadata of a step, shared by all layers, as a pytree. R rows, P pages per row, T tokens.
+
+    `tiles` has the attention kernel's list for each distinct window of the layers.
+    """
 
     write_slots: jax.Array  # i32[T]: page * page_size + offset; padding points past the pool
     kv_lens: jax.Array  # i32[R]
     page_indices: jax.Array  # i32[R, P]
     cu_q_lens: jax.Array  # i32[R + 1]
     num_seqs: jax.Array  # i32[1]
-    tiles: jax.Array  # i32[tiles_len]
+    tiles: tuple[jax.Array, ...]  # i32[tiles_len] each
 
 
 class PagedAttention:
@@ -105,8 +109,9 @@ class PagedAttention:
 
     `kv_pages` is one pool per layer, [num_pages, page_size, 2 * num_kv_heads, head_dim], split by KV head
     over "tp". After the model has run, the attribute holds the updated pools. The compiled step returns
-    them, and donates the old ones, which are its arguments. `tile_spec` is the per-shard spec that
-    `batch.tiles` was built for; with None the kernel makes its own tiles and ignores `batch.tiles`.
+    them, and donates the old ones, which are its arguments. `tile_specs` are the per-shard specs that
+    `batch.tiles` were built for, one for each distinct window; without them the kernel makes its own tiles
+    and ignores `batch.tiles`.
     """
 
     def __init__(
@@ -115,12 +120,14 @@ class PagedAttention:
         batch: RaggedBatch,
         *,
         mesh: AnyMesh,
-        tile_spec: TileSpec | None = None,
+        tile_specs: Sequence[TileSpec] = (),
         backend: str = "auto",
     ) -> None:
         """Store the pools and metadata of one step."""
         self.kv_pages = list(kv_pages)
-        self._batch, self._mesh, self._tile_spec, self._backend = batch, mesh, tile_spec, backend
+        self._batch, self._mesh, self._backend = batch, mesh, backend
+        pairs = zip(tile_specs, batch.tiles, strict=True) if tile_specs else ()
+        self._lists = {spec.window: (spec, tiles) for spec, tiles in pairs}
 
     def __call__(
         self,
@@ -135,19 +142,19 @@ class PagedAttention:
         """Write k and v, then attend; see `Attention`.
 
         Raises:
-          UnsupportedModelError: the options have a window or a softcap, or there are sinks.
+          KeyError: there are lists, but none for the options' window.
         """
-        refuse_options(dataclasses.replace(options, scale=None), sinks is not None, "attention over pages")
+        spec, tiles = self._lists[options.window] if self._lists else (None, None)
         self.kv_pages[layer_index], out = _write_and_attend(
             self.kv_pages[layer_index],
             q,
             k,
             v,
-            self._batch,
+            self._batch._replace(tiles=() if tiles is None else (tiles,)),
             sinks,
             options=options,
             mesh=self._mesh,
-            tile_spec=self._tile_spec,
+            tile_spec=spec,
             backend=self._backend,
         )
         return out
@@ -211,7 +218,10 @@ def _one_shard(
         batch.cu_q_lens,
         batch.num_seqs,
         sm_scale=options.scale_of(q.shape[-1]),
-        metadata=None if spec is None else (spec, batch.tiles),
+        window=options.window,
+        softcap=options.softcap,
+        sinks=None if sinks is None else sinks.astype(jnp.float32),
+        metadata=None if spec is None else (spec, batch.tiles[0]),
         backend=backend,
         kv_dtype=kv_dtype,
     )

@@ -50,7 +50,7 @@ def _check_kinds(config: Any, prefix: str = "") -> None:
 
 
 def _check_positive(name: str, value: Any) -> None:
-    """Raise UnsupportedModelError unless `value` is None or a finite number above 0."""
+    """Raise UnsupportedModelError for a value that is neither None nor a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value <= sys.float_info.max):
         raise UnsupportedModelError(f"{name}={value!r} must be a finite number above 0, or null")
@@ -271,7 +271,7 @@ class ModelConfig:
 
     @functools.cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Kind of every layer as served: a window that covers the whole context is None."""
+        """Kind of every layer as served, without windows that cover the whole context."""
         context = self.max_position_embeddings
         return tuple(
             dataclasses.replace(kind, window=None) if (kind.window or 0) >= context else kind

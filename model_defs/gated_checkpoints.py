@@ -126,7 +126,7 @@ def _refuse_types(types: list[Any], *supported: str) -> None:
 
 
 def qwen_layer_kinds(values: dict[str, Any]) -> tuple[LayerKind, ...]:
-    """Return the kinds of a Qwen model's layers, some of which may have a window.
+    """Return the kinds of a Qwen model's layers, of full attention or of one window.
 
     transformers reads `layer_types`, or else gives layers from `max_window_layers` on the window. Raises
     UnsupportedModelError for a layer with a window that the options switch off.

@@ -56,6 +56,7 @@ def family(architecture: str) -> Family:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the preset `name` with fields replaced, e.g. `preset("opt-13b", num_layers=2)`.
 
+    Fewer layers have the kinds of the first ones.
     Raises UnsupportedModelError for an unknown preset or field.
     """
     if name not in PRESETS:
@@ -63,7 +64,10 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise UnsupportedModelError(f"preset field {', '.join(sorted(unknown))} is unknown")
-    return dataclasses.replace(PRESETS[name], **overrides)
+    config, num_layers = PRESETS[name], overrides.get("num_layers")
+    if num_layers is not None:
+        overrides = {"layer_kinds": config.layer_kinds[:num_layers]} | overrides
+    return dataclasses.replace(config, **overrides)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:

@@ -44,6 +44,7 @@ _PRESETS = {
         ropes=(RopeConfig(theta=1e6),),
     ),
     "mistral-tiny": tiny_preset("mistral", num_heads=8),
+    "mistral-window-tiny": tiny_preset("mistral", num_heads=8, layer_kinds=(LayerKind(window=32),) * 2),
 }
 
 

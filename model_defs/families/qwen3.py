@@ -9,7 +9,7 @@ reasoning before a reply without any. So a turn replaces the end of the earlier 
 import functools
 from typing import Any
 
-from model_defs.config import ModelConfig, RopeConfig
+from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
@@ -46,6 +46,9 @@ _PRESETS = {
         ropes=(RopeConfig(theta=1e6),),
     ),
     "qwen3-tiny": tiny_preset("qwen3"),
+    "qwen3-window-tiny": tiny_preset(
+        "qwen3", num_layers=4, layer_kinds=(LayerKind(window=32), LayerKind()) * 2
+    ),
 }
 
 

@@ -163,8 +163,9 @@ def _dispatch(
             spec, q, kv_pages, page_indices, tiles, scratch, sm_scale=sm_scale, interpret=interpret
         )
     return triton_attention(
-        spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret, buffers=buffers
-    )
+        spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, softcap=softcap, sinks=sinks,
+        interpret=interpret, buffers=buffers,
+    )  # fmt: skip
 
 
 def tile_spec(

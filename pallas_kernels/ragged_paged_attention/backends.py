@@ -113,7 +113,6 @@ _ROWS = (
         device_limit=triton_device_limit,
         head_dims=_TRITON_HEAD_DIMS,
         groups=_TRITON_GROUPS,
-        score_options=(),
         instead="use backend 'xla'",
         has_tiles=True,
         auto_place=2,

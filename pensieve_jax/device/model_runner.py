@@ -166,9 +166,10 @@ class ModelRunner:
             raise self._budget.no_pools(error) from error
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """Write `plan.tiles`, the attention kernel's work list, from the row lengths in the plan."""
-        spec = self._tile_specs[plan.layout.num_tokens]
-        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), plan.tiles, plan.page_indices)
+        """Write `plan.tiles`, the attention kernel's work lists, from the row lengths in the plan."""
+        num_rows = int(plan.num_rows[0])
+        for spec, tiles in zip(self._tile_specs[plan.layout.num_tokens], plan.tiles, strict=True):
+            build_tiles(spec, plan.cu_q_lens, plan.kv_lens, num_rows, tiles, plan.page_indices)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Load or compile every executable and run each once on an empty plan; see `Runner`.
@@ -178,8 +179,8 @@ class ModelRunner:
             for `cache.cpu_pages` cannot be allocated, or others may write to
             `runner.compilation_cache_dir`.
         """
-        for spec in self._tile_specs.values():
-            import_backend(spec.backend)
+        for specs in self._tile_specs.values():
+            import_backend(specs[0].backend)
         store = None
         if self._cache_dir is not None:
             store = ExecutableStore(self._cache_dir, list(self._mesh.devices.flat))

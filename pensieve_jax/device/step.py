@@ -52,7 +52,7 @@ class LayerArguments:
     structure: ModelStructure
     kinds: tuple[LayerKind, ...]  # of the group's layers
     layout: PlanLayout
-    tile_spec: TileSpec
+    tile_specs: tuple[TileSpec, ...]  # of each distinct window of the model's layers
     mesh: Mesh
     backend: str
     sums: SumSpec | None = None  # None uses the compiler's sums
@@ -97,7 +97,7 @@ def run_layers(
       hidden: f32[T, hidden_size].
       plan_words: i32[layout.size], the packed plan.
       table: table of the memory that devices write to each other; required where `statics.sums` is set.
-      statics: structure, layout, kernel spec and mesh.
+      statics: structure, layout, kernel specs and mesh.
 
     Returns:
       The pools, and the hidden state after those layers.
@@ -109,10 +109,10 @@ def run_layers(
         page_indices=plan["page_indices"],
         cu_q_lens=plan["cu_q_lens"],
         num_seqs=plan["num_rows"],
-        tiles=plan["tiles"],
+        tiles=tuple(plan[name] for name in statics.layout.tile_fields),
     )
     attention = PagedAttention(
-        kv_pages, batch, mesh=statics.mesh, tile_spec=statics.tile_spec, backend=statics.backend
+        kv_pages, batch, mesh=statics.mesh, tile_specs=statics.tile_specs, backend=statics.backend
     )
     model = statics.structure.merge(leaves)
     sums = None

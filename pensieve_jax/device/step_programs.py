@@ -85,7 +85,7 @@ class StepPrograms:
         model: Model,
         storage: KVStorage,
         layouts: Mapping[int, PlanLayout],
-        tile_specs: Mapping[int, TileSpec],
+        tile_specs: Mapping[int, tuple[TileSpec, ...]],
         mesh: Mesh,
         *,
         backend: str,
@@ -101,7 +101,7 @@ class StepPrograms:
           model: the model with its arrays.
           storage: shape and placement of the pools, and the layer groups.
           layouts: plan layout of each bucket.
-          tile_specs: attention spec of each bucket.
+          tile_specs: attention specs of each bucket, one for each distinct window.
           mesh: mesh with one axis, "tp".
           backend: the attention back end that the configuration selects.
           cutoff_backend: the back end that searches for the sampler's cutoffs.
@@ -229,21 +229,30 @@ class StepPrograms:
 
 def bucket_tile_specs(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int
-) -> dict[int, TileSpec]:
-    """Return each bucket's spec for an attention back end that serves this model; heads are per shard."""
+) -> dict[int, tuple[TileSpec, ...]]:
+    """Return each bucket's specs for an attention back end that serves this model; heads are per shard.
+
+    There is one for each of `model.windows`, in their order.
+    """
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     return {
-        bucket: tile_spec(
-            num_tokens=bucket,
-            max_num_seqs=bucket_rows(config.scheduler, bucket),
-            num_q_heads=model.num_heads // num_shards,
-            num_kv_heads=model.num_kv_heads // num_shards,
-            head_dim=model.head_dim,
-            page_size=config.cache.chunk_tokens,
-            dtype=dtype,
-            backend=backend,
-            kv_dtype=config.cache.kv_dtype,
-            scratch_pages=scratch_pages(config, bucket, context_tokens),
+        bucket: tuple(
+            tile_spec(
+                num_tokens=bucket,
+                max_num_seqs=bucket_rows(config.scheduler, bucket),
+                num_q_heads=model.num_heads // num_shards,
+                num_kv_heads=model.num_kv_heads // num_shards,
+                head_dim=model.head_dim,
+                page_size=config.cache.chunk_tokens,
+                dtype=dtype,
+                backend=backend,
+                kv_dtype=config.cache.kv_dtype,
+                scratch_pages=scratch_pages(config, bucket, context_tokens),
+                window=window,
+                softcap=model.attention_softcap,
+                has_sinks=model.has_sinks,
+            )
+            for window in model.windows
         )
         for bucket in token_buckets(config.scheduler)
     }
@@ -263,7 +272,7 @@ def scratch_pages(config: EngineConfig, bucket: int, context_tokens: int) -> int
 
 
 def bucket_layouts(
-    model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, TileSpec]
+    model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, tuple[TileSpec, ...]]
 ) -> dict[int, PlanLayout]:
     """Return the plan layout of each bucket.
 
@@ -272,6 +281,11 @@ def bucket_layouts(
     """
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     return {
-        bucket: bucket_layout(config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len)
-        for bucket, spec in tile_specs.items()
+        bucket: bucket_layout(
+            config,
+            bucket,
+            context_tokens=context_tokens,
+            tiles_lens=tuple(spec.tiles_len for spec in specs),
+        )
+        for bucket, specs in tile_specs.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels.ragged_paged_attention import (
     AttentionArgumentError,
+    AttentionHeads,
     build_tiles,
+    choose_backend,
     ragged_paged_attention,
     tile_spec,
     xla,
@@ -34,6 +37,7 @@ from tests.kernels.batches import (
     random_rows,
     stored,
 )
+from tests.kernels.planting import plant
 
 SCALE = 0.17
 HEADS = Heads(4, 2, 32)
@@ -118,6 +122,27 @@ def test_xla_with_all_options(form: str, monkeypatch: pytest.MonkeyPatch) -> Non
     attend = compiled_form.__wrapped__(form, *options.values())
     assert_equals_reference(attend(batch, SINKS), batch, SCALE, sinks=SINKS, **options)
     assert_equals_reference(attend(hide_keys(batch, 40), SINKS), batch, SCALE, sinks=SINKS, **options)
+
+
+FIRST = "positions - (window - 1)"
+BUGS: dict[str, tuple[str, str, str]] = {
+    "a key too many": ("_first_keys", FIRST, "positions - window"),
+    "a key too few": ("_first_keys", FIRST, "positions - (window - 2)"),
+    "softcap after the mask": (
+        "together", "scores = jnp.where(visible, scores, _MASKED)",
+        "scores = _capped(jnp.where(visible, scores, _MASKED), softcap)",
+    ),
+    "no sinks": ("together", "total + jnp.exp(sinks.reshape(num_kv_heads, group, 1) - m)", "total"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(np.random.default_rng(0), ROWS, HEADS, room=ROOM)
+    plant(monkeypatch, xla, *BUGS[name])
+    out = compiled_form.__wrapped__("together", 40, 0.6)(batch, SINKS)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_equals_reference(out, batch, SCALE, window=40, softcap=0.6, sinks=SINKS)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -215,3 +240,17 @@ def test_the_window_of_other_metadata_is_refused(made: int | None, given_: int |
     tiles = build_tiles(spec, batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
     with pytest.raises(ValueError, match=f"window = {given_}: must be {made}, the window of the metadata"):
         ragged_paged_attention(*batch, sm_scale=1.0, window=given_, metadata=(spec, jnp.asarray(tiles)))
+
+
+H200 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "reason"),
+    [
+        ({"window": 128, "softcap": 50.0}, "pallas_triton", "in bfloat16, window 128, softcap 50.0 on"),
+    ],
+)
+def test_auto_selects_a_back_end_with_the_options(options: dict[str, Any], name: str, reason: str) -> None:
+    choice = choose_backend("auto", AttentionHeads(40, 10, 128, "bfloat16", **options), H200)
+    assert choice.name == name and reason in choice.reason

@@ -74,7 +74,7 @@ class NullRunner:
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
-        """Make layouts and tile specs for the heads of this model."""
+        """Make layouts and tile specs for the heads of this model, whose layers have no window."""
         self._specs: dict[int, TileSpec] = {}
         layouts: dict[int, PlanLayout] = {}
         for bucket in token_buckets(config.scheduler):
@@ -89,7 +89,7 @@ class NullRunner:
                 backend=backend,
             )
             layouts[bucket] = bucket_layout(
-                config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len
+                config, bucket, context_tokens=context_tokens, tiles_lens=(spec.tiles_len,)
             )
         self.layouts: Mapping[int, PlanLayout] = layouts
         self._transfers = NullTransfers()
@@ -113,7 +113,7 @@ class NullRunner:
         """Build the tile list as the real runner does, and time it."""
         start_s = time.thread_time()
         spec = self._specs[plan.layout.num_tokens]
-        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
+        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles[0])
         self.tiles_s = time.thread_time() - start_s
 
     def launch(self, plan: StepPlan) -> int:

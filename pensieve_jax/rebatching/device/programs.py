@@ -194,13 +194,13 @@ def prefill(
         page_indices=jnp.arange(num_pages, dtype=jnp.int32).reshape(num_rows, -1),
         cu_q_lens=jnp.arange(num_rows + 1, dtype=jnp.int32) * length,
         num_seqs=jnp.full(1, num_rows, jnp.int32),
-        tiles=tiles,
+        tiles=(tiles,),
     )
     attention = _RowAttention(
         [jnp.zeros(pages_shape, dtype)] * config.num_layers,
         batch,
         mesh=statics.mesh,
-        tile_spec=tile_spec,
+        tile_specs=(tile_spec,),
         backend=statics.backend,
         num_rows=num_rows,
     )
