@@ -146,6 +146,10 @@ class ExpertsConfig:
                 f"experts.num_chosen={self.num_chosen} must be at most num_experts={self.num_experts}"
             )
 
+    def num_read(self, num_tokens: float) -> float:
+        """Return how many experts `num_tokens` tokens choose on average, if all are equally likely."""
+        return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_tokens)
+
 
 def _distinct_windows(kinds: tuple[LayerKind, ...]) -> tuple[int | None, ...]:
     return tuple(sorted({kind.window for kind in kinds}, key=lambda window: window or 0))

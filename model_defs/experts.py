@@ -118,8 +118,3 @@ class ExpertMLP(nnx.Module):
             x.astype(jnp.float32), self.router[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST
         )
         return self.experts(x, *choose_experts(logits, self.config))
-
-
-def expected_experts(config: ExpertsConfig, num_tokens: float) -> float:
-    """Return how many experts of a layer a step of `num_tokens` reads, if all are equally likely."""
-    return config.num_experts * (1 - (1 - config.num_chosen / config.num_experts) ** num_tokens)

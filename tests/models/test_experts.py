@@ -27,7 +27,7 @@ from model_defs import (
     random_model,
 )
 from model_defs import experts as experts_module
-from model_defs.experts import ExpertMLP, choose_experts, computing_experts, expected_experts
+from model_defs.experts import ExpertMLP, choose_experts, computing_experts
 from model_defs.hf_config import hf_config, parse_hf_config
 from model_defs.parameters import named_parameters
 from tests.models.helpers import GOLDEN, dense_logits, golden
@@ -348,6 +348,6 @@ def test_names_and_shapes() -> None:
     )
 
 
-def test_expected_experts() -> None:
+def test_the_number_of_experts_that_a_step_reads() -> None:
     config = ExpertsConfig(num_experts=128, num_chosen=8, width=768)
-    assert [round(expected_experts(config, num), 1) for num in (1, 32, 128)] == [8.0, 111.8, 128.0]
+    assert [round(config.num_read(num), 1) for num in (1, 32, 128)] == [8.0, 111.8, 128.0]
