@@ -268,7 +268,7 @@ class SchedulerConfig:
         "so that the oldest request always advances.",
     )
     prompt_order: str = option(
-        "arrival",
+        "work_left",
         one_of(PROMPT_ORDERS),
         "Which prompt of the batch a step computes first. arrival: the oldest. work_left: the one with the "
         "least time left to compute, where each second of waiting outweighs a quarter of a second of work. "
@@ -458,8 +458,7 @@ class RunnerConfig:
     max_position_embeddings: int | None = option(
         None,
         optional(count(2)),
-        "Context of the model, in tokens; None keeps its own. A sliding window may need a shorter one; only "
-        "learned positions cannot have a longer one.",
+        "Context of the model, in tokens; None keeps its own. Learned positions cannot have a longer one.",
     )
     random_seed: int = option(0, count(0), "Seed of `random:` weights, and of a launcher's random choices.")
     compilation_cache_dir: str | None = option(

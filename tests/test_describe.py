@@ -45,6 +45,7 @@ def test_an_engine_describes_itself(
     model = told["model"]
     assert (model["name"], model["architecture"], model["dtype"]) == ("random:llama-tiny", "llama", "float32")
     assert model["num_layers"] == llm.model_config.num_layers
+    assert model["windows"] == [None]
     assert model["num_parameters"] * 4 == model["weights_bytes"] == weights_bytes
     assert model["num_active_parameters"] == model["num_parameters"]
     assert told["device"] == {"platform": "cpu", "kind": "cpu", "count": 1}
@@ -68,7 +69,7 @@ def test_an_engine_describes_itself(
         "cost_reason": "no profile is shipped, and CPUs are not measured",
     }
     limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 1}
-    limits |= {"prompt_order": "arrival", "target_tpot_ms": None}
+    limits |= {"prompt_order": "work_left", "target_tpot_ms": None}
     assert told["steps"] == {"buckets": [64], **limits} and told["compilation_cache_dir"] is None
     assert told["kernels"].pop("all_reduce") is None, "one device"
     assert told["kernels"].pop("experts") is None, "none in this model"

@@ -98,6 +98,18 @@ def test_turns_that_end_at_the_edge_of_a_window(tmp_path: Path, window: int, num
         assert replay.margins.min() > MIN_MARGIN, "choose another seed: too close to call"
 
 
+def test_a_preset_with_windows_is_served() -> None:
+    config = EngineConfig(
+        cache=CacheConfig(gpu_pages=8, cpu_pages=0, chunk_tokens=16),
+        scheduler=SchedulerConfig(max_num_running=2, max_num_batched_tokens=32, token_buckets=(32,)),
+        runner=RunnerConfig(num_layer_groups=1, max_position_embeddings=128),
+    )
+    with LLM("random:mistral-window-tiny", config=config, progress=False) as llm:
+        assert llm.describe()["model"]["windows"] == [32]
+        (output,) = llm.generate(["a conversation that is longer than the window of its layers"], GREEDY)
+        assert len(output.token_ids) == OUTPUT_TOKENS
+
+
 @pytest.mark.long
 def test_an_8_bit_kv_cache_evicted_equals_unevicted(tmp_path: Path) -> None:
     save_parameters(model_of(32), tmp_path / "model", weights_digest="windows of 32")

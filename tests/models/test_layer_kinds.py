@@ -14,6 +14,8 @@ from model_defs import (
     LayerKind,
     Model,
     ModelConfig,
+    PagedAttention,
+    RaggedBatch,
     RopeConfig,
     UnsupportedModelError,
     abstract_model,
@@ -94,6 +96,28 @@ def test_dense_attention_with_a_window(window: int) -> None:
             weights = np.exp(scores)
             expected = weights @ v[seen, head // 2] / (weights.sum() + np.exp(sinks[head]))
             np.testing.assert_allclose(out[token, head], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["xla", "auto"])
+def test_attention_over_pages_makes_its_own_lists(backend: str) -> None:
+    """Without lists from a plan, for each layer's options."""
+    rng = np.random.default_rng(5)
+    q, k, v = (jnp.asarray(rng.standard_normal((48, heads, 32)), jnp.float32) for heads in (4, 2, 2))
+    batch = RaggedBatch(
+        write_slots=jnp.arange(48, dtype=jnp.int32),
+        kv_lens=jnp.array([48], jnp.int32),
+        page_indices=jnp.arange(3, dtype=jnp.int32)[None],
+        cu_q_lens=jnp.array([0, 48], jnp.int32),
+        num_seqs=jnp.array([1], jnp.int32),
+        tiles=(),
+    )
+    pools = [jnp.full((3, 16, 4, 32), jnp.nan)] * 2
+    attention = PagedAttention(pools, batch, mesh=make_mesh(1), backend=backend)
+    sinks = jnp.array([-20.0, 0, 3, 20])
+    for layer, options in enumerate((AttentionOptions(window=9, softcap=1.5), AttentionOptions(scale=0.4))):
+        expected = DenseAttention()(0, q, k, v, options=options, sinks=sinks)
+        found = attention(layer, q, k, v, options=options, sinks=sinks)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_window_that_covers_the_context_changes_no_bit() -> None:
