@@ -1,7 +1,7 @@
-"""Decoder of the Llama type: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Decoder of the Llama type: norms, rotary positions, grouped-query attention, gated MLPs.
 
 Owns the forward pass that several families share, over a flat, ragged batch. Families differ by a subclass of
-`GatedLayer`, or by the projections that have a bias. Layers are unrolled. Built by families.
+`GatedBlocks` or `GatedLayer`, or by the projections that have a bias. Layers are unrolled. Built by families.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,30 @@ from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
 from model_defs.experts import ExpertMLP
-from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm, declare
+from model_defs.layers import Build, Embedding, FusedQKV, Linear, Norm, RMSNorm, declare
 from model_defs.rope import Rotation, cos_sin, inverse_frequencies, rotate
 from model_defs.sharding import TENSOR_AXIS
 
+MakeNorm = Callable[[Build], Norm]
+"""Class of the norms that a family has."""
+
 
 def check_rotary(config: ModelConfig) -> None:
-    """Raise UnsupportedModelError if `head_dim` is odd."""
-    if config.head_dim % 2:
-        raise UnsupportedModelError(f"head_dim={config.head_dim} must be even for rotary embeddings")
+    """Raise UnsupportedModelError if an odd part of a head is rotated, or has another number of factors."""
+    for rope in config.ropes:
+        rotary_dim = rope.rotary_dim(config.head_dim)
+        if rotary_dim % 2 or not rotary_dim:
+            part = "" if rope.rotary_fraction == 1 else f" times rotary_fraction={rope.rotary_fraction}"
+            raise UnsupportedModelError(
+                f"head_dim={config.head_dim}{part} must be even for rotary embeddings"
+            )
+        for name in ("short_factors", "long_factors") if rope.kind == "longrope" else ():
+            num_factors = len(getattr(rope, name))
+            if num_factors != rotary_dim // 2:
+                raise UnsupportedModelError(
+                    f"rope.{name} has {num_factors} numbers; it must have {rotary_dim // 2}, one for each "
+                    f"pair of rotated elements of a head"
+                )
 
 
 class GatedMLP(nnx.Module):
@@ -81,15 +96,20 @@ class GatedBlocks(nnx.Module):
 
 
 class GatedLayer(GatedBlocks):
-    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm."""
+    """Decoder layer that adds attention and a gated MLP, each after a norm."""
 
     def __init__(
-        self, build: Build, kind: LayerKind, *, qkv_bias: bool = False, out_bias: bool = False
+        self,
+        build: Build,
+        kind: LayerKind,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        norm: MakeNorm = RMSNorm,
     ) -> None:
         """Declare the layer's arrays; see `GatedBlocks`."""
         super().__init__(build, kind, qkv_bias=qkv_bias, out_bias=out_bias)
-        self.input_norm = RMSNorm(build)
-        self.mlp_norm = RMSNorm(build)
+        self.input_norm, self.mlp_norm = norm(build), norm(build)
 
     def __call__(
         self,
@@ -111,14 +131,19 @@ class GatedLayer(GatedBlocks):
 class GatedDecoder(Decoder):
     """Gated decoder model; see `Decoder`."""
 
-    def __init__(self, build: Build, make_layer: Callable[[LayerKind], GatedBlocks]) -> None:
-        """Declare every array. `make_layer` is called for each layer with its kind; a loader sets values."""
+    def __init__(
+        self, build: Build, make_layer: Callable[[LayerKind], nnx.Module], *, norm: MakeNorm = RMSNorm
+    ) -> None:
+        """Declare every array. `make_layer` is called for each layer with its kind; a loader sets values.
+
+        `norm` makes the norm after the last layer.
+        """
         config = build.config
         check_rotary(config)
         self.config = config
         self.embed = Embedding(build, config.hidden_size)
         self.layers = nnx.List([make_layer(kind) for kind in config.kinds])
-        self.final_norm = RMSNorm(build)
+        self.final_norm = norm(build)
         self.head = None if config.tie_word_embeddings else Embedding(build, config.hidden_size)
 
     @property
@@ -131,7 +156,8 @@ class GatedDecoder(Decoder):
 
     def embed_tokens(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """Embed tokens; see `Decoder`. Positions are unused here."""
-        return self.embed(token_ids)
+        x, scale = self.embed(token_ids), self.config.embedding_scale
+        return x if scale == 1.0 else x * scale
 
     def run_layers(
         self, x: jax.Array, positions: jax.Array, attention: Attention, start: int, stop: int
@@ -146,7 +172,8 @@ class GatedDecoder(Decoder):
 
     def _rotation(self, positions: jax.Array, rope: RopeConfig) -> Rotation:
         """Return cos and sin of one rotary embedding, which its layers share."""
-        return cos_sin(positions, inverse_frequencies(rope, self.config.head_dim), rope.attention_factor)
+        served = rope.in_context(self.config.max_position_embeddings)
+        return cos_sin(positions, inverse_frequencies(served, self.config.head_dim), rope.attention_factor)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         return self.final_norm(x)

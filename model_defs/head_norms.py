@@ -1,32 +1,14 @@
 """Norms over each head of queries and keys, before the rotation, which several families have.
 
-Owns: the norm, and the gated layer with it. Does not know: families.
+Owns: the gated layer with them, and their recipes. Does not know: families.
 """
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
 from model_defs.config import LayerKind
 from model_defs.gated_decoder import GatedLayer
-from model_defs.layers import Build, declare
+from model_defs.layers import Build, HeadNorm
 from model_defs.tensor_recipes import Recipe, vector
-
-
-class HeadNorm(nnx.Module):
-    """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
-
-    def __init__(self, build: Build) -> None:
-        """Declare the scale, which is replicated on every device."""
-        self.eps = build.config.norm_eps
-        self.scale = declare(build, (build.config.head_dim,), ones=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
 
 
 class HeadNormLayer(GatedLayer):

@@ -17,7 +17,22 @@ from jax.sharding import AbstractMesh
 from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.families import llama, mistral, mixtral, olmo2, opt, qwen2, qwen3, qwen3_moe
+from model_defs.families import (
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
@@ -34,6 +49,12 @@ FAMILIES: dict[str, Family] = {
         qwen3.FAMILY,
         mistral.FAMILY,
         olmo2.FAMILY,
+        phi3.FAMILY,
+        gpt2.FAMILY,
+        granite.FAMILY,
+        glm4.FAMILY,
+        smollm3.FAMILY,
+        olmo3.FAMILY,
         qwen3_moe.FAMILY,
         mixtral.FAMILY,
     )

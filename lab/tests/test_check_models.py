@@ -13,8 +13,18 @@ from tests.launching import load
 
 check_models = load("check_models")
 VARIANTS = {
-    **{"qwen2_tied": "qwen2", "qwen3_bias": "qwen3", "mistral_gqa": "mistral", "olmo2_gqa": "olmo2"},
-    **{"qwen3_moe_gqa": "qwen3_moe", "mixtral_gqa": "mixtral"},
+    "qwen2_tied": "qwen2",
+    "qwen3_bias": "qwen3",
+    "mistral_gqa": "mistral",
+    "phi3_long": "phi3",
+    "gpt2_tied": "gpt2",
+    "granite_tied": "granite",
+    "olmo2_gqa": "olmo2",
+    "glm4_bias": "glm4",
+    "smollm3_nope": "smollm3",
+    "olmo3_window": "olmo3",
+    "qwen3_moe_gqa": "qwen3_moe",
+    "mixtral_gqa": "mixtral",
 }
 
 

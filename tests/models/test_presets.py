@@ -43,14 +43,36 @@ BILLIONS = {
     "qwen2.5-7b": 7.62,
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
+    "mistral-small-24b": 23.57,
+    "phi4": 14.66,
+    "granite-8b": 8.171,
+    "gpt2": 0.1244,
+    "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
     "qwen3-30b-a3b": 30.53,
     "mixtral-8x7b": 46.70,
+    "glm4-9b": 9.40,
+    "smollm3-3b": 3.08,
+    "olmo3-7b": 7.30,
 }
 TINY = [
-    *("opt-tiny", "llama-tiny", "qwen2-tiny", "qwen3-tiny", "mistral-tiny", "olmo2-tiny"),
-    *("qwen3-window-tiny", "mistral-window-tiny", "qwen3_moe-tiny", "mixtral-tiny"),
+    "opt-tiny",
+    "llama-tiny",
+    "qwen2-tiny",
+    "qwen3-tiny",
+    "mistral-tiny",
+    "phi3-tiny",
+    "granite-tiny",
+    "gpt2-tiny",
+    "olmo2-tiny",
+    "glm4-tiny",
+    "smollm3-tiny",
+    "olmo3-tiny",
+    "qwen3_moe-tiny",
+    "mixtral-tiny",
 ]
+WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
+TINY += WINDOWED
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel", ".experts.down")
 

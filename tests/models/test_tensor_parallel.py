@@ -25,9 +25,15 @@ CONFIGS = {
     "qwen2": preset("qwen2-tiny", initial_norm_scale=1.0),
     "qwen3": preset("qwen3-tiny", num_heads=8, num_kv_heads=4, attention_bias=True, initial_norm_scale=1.0),
     "mistral": preset("mistral-tiny", initial_norm_scale=1.0),
+    "gpt2": preset("gpt2-tiny", initial_norm_scale=1.0),
+    "granite": preset("granite-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
     "qwen3_moe": preset("qwen3_moe-tiny", num_kv_heads=4, initial_norm_scale=1.0),
     "mixtral": preset("mixtral-tiny", initial_norm_scale=1.0),
+    "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
+    "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
+    "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -60,8 +66,14 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "qwen2": (2,),
                     "qwen3": (2,),
                     "mistral": (2,),
+                    "gpt2": (2,),
+                    "granite": (2,),
+                    "phi3": (2,),
                     "olmo2": (2,),
                     "mixtral": (2,),
+                    "glm4": (2,),
+                    "smollm3": (2,),
+                    "olmo3": (2,),
                 }
             }.items()
         ),
