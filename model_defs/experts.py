@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from model_defs.all_reduce import PartialSums, Summand, current_all_reduce
 from model_defs.config import ExpertsConfig
+from model_defs.errors import UnsupportedModelError
 from model_defs.layers import Build, declare
 from model_defs.sharding import TENSOR_AXIS, tensor_parallel_size
 from pallas_kernels.grouped_matmul import expert_mlp
@@ -107,6 +108,10 @@ class ExpertMLP(nnx.Module):
     def __init__(self, build: Build) -> None:
         config = build.config.experts
         assert config is not None, "a layer of this kind needs experts"
+        if build.config.activation != "silu":
+            raise UnsupportedModelError(
+                f"activation={build.config.activation!r} is not supported in experts; 'silu' is"
+            )
         self.config = config
         self.router = declare(build, (config.num_experts, build.config.hidden_size))
         self.experts = Experts(build, config)

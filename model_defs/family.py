@@ -55,5 +55,5 @@ class Family:
 
     @property
     def hf_model_type(self) -> str:
-        """`model_type` in config.json."""
+        """The `model_type` in config.json."""
         return self.model_type or self.name

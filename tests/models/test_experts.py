@@ -173,7 +173,11 @@ def test_options() -> None:
         (QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=true"),
         (MIXTRAL | {"num_local_experts": "8"}, "num_local_experts='8' must be a positive integer"),
         (MIXTRAL | {"layer_types": ["sliding_attention"] * 32}, "layer_types: 'sliding_attention'"),
-        (MIXTRAL | {"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
+        (
+            MIXTRAL | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512},
+            r"DeepseekV3ForCausalLM.*\(MLA, kv_lora_rank=512\) is not supported; docs/limits.md says",
+        ),
+        (MIXTRAL | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "GptOssForCausalLM"),
     ],
 )
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -199,6 +203,11 @@ def test_refused_by_name(values: dict[str, Any], message: str) -> None:
 def test_configs_that_nothing_could_run(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         ModelConfig.from_json(CONFIG.to_json() | fields)
+
+
+def test_another_activation_of_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="activation='gelu_tanh' is not supported in experts"):
+        random_model(dataclasses.replace(CONFIG, activation="gelu_tanh"), mesh=make_mesh(1))
 
 
 def test_experts_enter_the_fingerprint() -> None:
