@@ -164,7 +164,7 @@ def make_runner(
     )
     model_config = model.config
     given, machine = config.cache, _machine(mesh)
-    config = sized(config, machine, model_config, model.dtype)
+    config = sized(config, machine, model_config, model.compute_dtype)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
         given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)

@@ -21,7 +21,7 @@ def test_a_scale_is_one_plus_the_weight_in_float32() -> None:
     dtypes = {name: value.dtype for name, value in values.items()}
     assert {str(dtype) for name, dtype in dtypes.items() if name.endswith("norm.scale")} == {"float32"}
     assert {str(dtype) for name, dtype in dtypes.items() if not name.endswith("norm.scale")} == {"bfloat16"}
-    assert str(model.dtype) == "bfloat16"
+    assert str(model.compute_dtype) == "bfloat16"
     names = {"layers.1.k_norm": "layers.1.self_attn.k_norm", "final_norm": "norm"}
     with safe_open(directory / "model.safetensors", framework="flax") as tensors:
         for ours, theirs in names.items():
