@@ -32,6 +32,8 @@ class Family:
       tensor_prefix: prefix of most tensor names of a checkpoint.
       presets: configs by name, of published models and a tiny one.
       has_position_table: whether learned positions limit the context. Otherwise it can be raised.
+      window_of_all_layers: whether all layers have the `sliding_window` of a config that was saved before
+        there were layer kinds. Otherwise such a config does not say which layers have it.
     """
 
     name: str
@@ -43,3 +45,4 @@ class Family:
     tensor_prefix: str
     presets: dict[str, ModelConfig]
     has_position_table: bool = False
+    window_of_all_layers: bool = False

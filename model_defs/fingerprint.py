@@ -5,11 +5,13 @@ model. It depends on the arithmetic of the config and on the source of the weigh
 length, mesh or directory. A converted checkpoint keeps the fingerprint of its source.
 """
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_saved
+from model_defs.config import MODEL_CONFIG_FILE, LayerKind, ModelConfig, RopeConfig, read_saved
 from model_defs.loading import RANDOM_PREFIX
 from model_defs.safetensors_reader import open_checkpoint
 
@@ -21,8 +23,43 @@ _NOT_ARITHMETIC = (
     "eos_token_ids",
     "initializer_range",
     "initial_norm_scale",
-    "sliding_window",  # a window that would hide a token is rejected
 )
+# Fields that always enter the fingerprint. Later ones enter where they differ from their default, so that a
+# model without the feature keeps its fingerprint.
+_FIRST_FIELDS = {
+    ModelConfig: (
+        "architecture",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "activation",
+        "norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "word_embed_dim",
+        "pre_norm",
+        "final_norm",
+        "norm_affine",
+    ),
+    RopeConfig: (
+        "kind",
+        "theta",
+        "factor",
+        "original_max_positions",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+    ),
+    LayerKind: (),
+}
 
 
 def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0) -> str:
@@ -30,10 +67,33 @@ def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0)
 
     source and seed are those given to `load_model`. Raises CheckpointError if the source is unreadable.
     """
-    fields = {key: value for key, value in config.to_json().items() if key not in _NOT_ARITHMETIC}
-    text = json.dumps(fields, sort_keys=True) + weights_digest(source, seed=seed)
+    text = json.dumps(_arithmetic(config), sort_keys=True) + weights_digest(source, seed=seed)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest}"
+
+
+def _arithmetic(config: ModelConfig) -> dict[str, Any]:
+    """Return the JSON values of all that the model's arithmetic depends on."""
+    values: dict[str, Any] = _hashed(config)
+    first, *others = map(_hashed, config.ropes)
+    values.pop("ropes", None)
+    return values | {"rope": first} | ({"other_ropes": others} if others else {})
+
+
+def _hashed(value: Any) -> Any:
+    """Return the JSON value of a configuration, or of a part of it, that a fingerprint hashes."""
+    if isinstance(value, tuple):
+        return [_hashed(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    first = _FIRST_FIELDS[type(value)]
+    values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return {
+        name: _hashed(found)
+        for name, found in values.items()
+        if name in first or (name not in _NOT_ARITHMETIC and found != defaults[name])
+    }
 
 
 def weights_digest(source: str | Path, *, seed: int = 0) -> str:

@@ -23,21 +23,29 @@ def load_config(directory: str | Path, max_position_embeddings: int | None = Non
     """Read the config of a converted (Orbax) or Hugging Face directory, for the given context, if any.
 
     Raises CheckpointError if the file is missing, not JSON or lacks a key, and UnsupportedModelError if the
-    architecture or an option of it is not implemented, or a sliding window is shorter than the context.
+    architecture or an option of it is not implemented.
     """
-    return saved_config(directory).with_context(max_position_embeddings)
-
-
-def saved_config(directory: str | Path) -> ModelConfig:
-    """Read the config as `load_config` does, but accept a sliding window that is shorter than the context."""
     root = Path(directory)
     if (root / MODEL_CONFIG_FILE).is_file():
-        config = ModelConfig.from_json(read_saved(root)["config"])
-        family(config.architecture)  # raises for an architecture of a later version
-        return config
+        return _saved_config(root).with_context(max_position_embeddings)
     refuse_other_formats(root)
     generation = root / "generation_config.json"
-    return _parse(read_json(root / "config.json"), read_json(generation) if generation.is_file() else None)
+    values = read_json(generation) if generation.is_file() else None
+    return parse_hf_config(read_json(root / "config.json"), values).with_context(max_position_embeddings)
+
+
+def _saved_config(root: Path) -> ModelConfig:
+    """Read the config of a converted directory."""
+    values = read_saved(root)["config"]
+    config = ModelConfig.from_json(values)
+    found = family(config.architecture)  # raises for an architecture of a later version
+    window = values.get("sliding_window")
+    if window is not None and not found.window_of_all_layers:
+        raise UnsupportedModelError(
+            f"{root / MODEL_CONFIG_FILE}: sliding_window={window!r} does not say which layers have it; "
+            f"convert the model again"
+        )
+    return config
 
 
 def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -45,10 +53,6 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
     Raises UnsupportedModelError, which names the architecture, option or missing field.
     """
-    return _parse(values, generation).with_context()
-
-
-def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     found = _family(values)
     refuse_quantized(values)
     return found.parse(values, generation)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from model_defs.config import MODEL_CONFIG_FILE, ModelConfig
 from model_defs.errors import CheckpointError, UnsupportedModelError
-from model_defs.hf_config import saved_config
+from model_defs.hf_config import load_config
 from model_defs.hf_weights import hf_filler
 from model_defs.orbax_store import restore_parameters
 from model_defs.parameters import Progress, fill_parameters, named_parameters
@@ -25,8 +25,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
     """Return the config of `source` without loading weights, with the given context length, if any.
 
     A context longer than a learned position table raises UnsupportedModelError, except for random
-    weights, whose table grows; so does one longer than a sliding window. Raises CheckpointError if `source`
-    is not a model directory.
+    weights, whose table grows. Raises CheckpointError if `source` is not a model directory.
     """
     name = str(source)
     if name.startswith(RANDOM_PREFIX):
@@ -34,7 +33,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
     else:
         if not Path(source).is_dir():
             raise CheckpointError(f"{name!r} is neither a directory nor random:<preset>")
-        config = saved_config(source)
+        config = load_config(source)
     wanted = max_position_embeddings or config.max_position_embeddings
     has_table = family(config.architecture).has_position_table and not name.startswith(RANDOM_PREFIX)
     if has_table and wanted > config.max_position_embeddings:
@@ -70,7 +69,7 @@ def load_model(
     else:
         names = [name for name, _ in named_parameters(model)]
         # The checkpoint is checked against its own config: ours may have a shorter position table.
-        filler = hf_filler(open_checkpoint(Path(source)), saved_config(source), names)
+        filler = hf_filler(open_checkpoint(Path(source)), load_config(source), names)
         fill_parameters(model, filler, progress)
     return model
 

@@ -53,14 +53,18 @@ def family(architecture: str) -> Family:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the preset `name` with fields replaced, e.g. `preset("opt-13b", num_layers=2)`.
 
-    Raises UnsupportedModelError for an unknown preset or field, or a window shorter than the context.
+    Fewer layers have the kinds of the first ones.
+    Raises UnsupportedModelError for an unknown preset or field.
     """
     if name not in PRESETS:
         raise UnsupportedModelError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise UnsupportedModelError(f"preset field {', '.join(sorted(unknown))} is unknown")
-    return dataclasses.replace(PRESETS[name], **overrides).with_context()
+    config, num_layers = PRESETS[name], overrides.get("num_layers")
+    if num_layers is not None:
+        overrides = {"layer_kinds": config.layer_kinds[:num_layers]} | overrides
+    return dataclasses.replace(config, **overrides)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:
@@ -75,10 +79,9 @@ def abstract_model(config: ModelConfig, *, dtype: str, mesh: AnyMesh) -> Model:
     """Build the model with a ShapeDtypeStruct (shape, dtype, sharding) instead of each array.
 
     It suffices to lower and compile a step ahead of time, and loaders fill it. `mesh` may be abstract.
-    Raises ShardingError if the model is not divisible by it, and UnsupportedModelError for a sliding window
-    that is shorter than the context.
+    Raises ShardingError if the model is not divisible by it, and UnsupportedModelError for a feature that the
+    family does not have.
     """
-    config.check_window()
     check_divides(config, mesh)
     return family(config.architecture).make_model(Build(config, resolve_dtype(dtype, config), mesh))
 

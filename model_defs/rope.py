@@ -2,7 +2,7 @@
 
 Only kinds whose frequencies do not depend on the current length are supported, since keys are cached with
 their rotation. Frequencies are NumPy constants, computed once per model. cos and sin are computed once per
-step from the positions, and shared by all layers.
+step from the positions, and shared by all layers that rotate alike.
 """
 
 import math
@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from model_defs.config import RopeConfig
+
+Rotation = tuple[jax.Array, jax.Array]
+"""cos and sin of a step's positions, f32[T, 1, head_dim / 2] each."""
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -52,9 +55,7 @@ def _yarn(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarra
     return stretch * frequencies / rope.factor + (1.0 - stretch) * frequencies
 
 
-def cos_sin(
-    positions: jax.Array, frequencies: np.ndarray, attention_factor: float
-) -> tuple[jax.Array, jax.Array]:
+def cos_sin(positions: jax.Array, frequencies: np.ndarray, attention_factor: float) -> Rotation:
     """Return cos and sin, f32[T, 1, head_dim / 2], times `attention_factor`, for `positions` i32[T]."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor

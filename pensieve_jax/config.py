@@ -453,8 +453,7 @@ class RunnerConfig:
     max_position_embeddings: int | None = option(
         None,
         optional(count(2)),
-        "Context of the model, in tokens; None keeps its own. A sliding window may need a shorter one; only "
-        "learned positions cannot have a longer one.",
+        "Context of the model, in tokens; None keeps its own. Learned positions cannot have a longer one.",
     )
     random_seed: int = option(0, count(0), "Seed of `random:` weights, and of a launcher's random choices.")
     compilation_cache_dir: str | None = option(

@@ -27,8 +27,8 @@ def describe(parts: Assembled) -> Description:
 
     Keys:
       model: `name` as the caller gave it, `architecture`, `num_layers`, `hidden_size`, `num_heads`,
-        `num_kv_heads`, `head_dim`, `intermediate_size`, `vocab_size`, `num_parameters`, the `dtype` of the
-        computation, and `weights_bytes` per device.
+        `num_kv_heads`, `head_dim`, `intermediate_size`, `vocab_size`, the distinct `windows` of the layers
+        (None for none), `num_parameters`, the `dtype` of the computation, and `weights_bytes` per device.
       device: `platform`, `kind` and `count` of the devices that share the model.
       kernels: the `backend` and the `reason` for it, for each of `attention`, `residual_norm`,
         `decode_matmul`, `all_reduce`, `sampling_cutoff` and `page_copy`; None for an unused kernel.

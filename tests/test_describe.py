@@ -45,6 +45,7 @@ def test_an_engine_describes_itself(
     model = told["model"]
     assert (model["name"], model["architecture"], model["dtype"]) == ("random:llama-tiny", "llama", "float32")
     assert model["num_layers"] == llm.model_config.num_layers
+    assert model["windows"] == [None]
     assert model["num_parameters"] * 4 == model["weights_bytes"] == weights_bytes
     assert told["device"] == {"platform": "cpu", "kind": "cpu", "count": 1}
     slots = 10**6 // page_bytes

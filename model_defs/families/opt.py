@@ -111,6 +111,9 @@ class OPT(Decoder):
     def __init__(self, build: Build) -> None:
         """Declare every array. A loader sets the values."""
         config = build.config
+        for name in ("layer_kinds", "attention_scale", "attention_softcap", "has_sinks"):
+            if value := getattr(config, name):
+                raise UnsupportedModelError(f"{name}={value!r} is not supported by 'opt'; leave it out")
         self.config = config
         self.build = build
         width, hidden = config.embed_width, config.hidden_size

@@ -79,6 +79,9 @@ def _attention_choice(
             model.head_dim,
             dtype,
             config.cache.kv_dtype,
+            window=model.windows[-1],  # a back end that supports a window supports any
+            softcap=model.attention_softcap,
+            has_sinks=model.has_sinks,
         )
         return choose_backend(backend, heads, device, named_in=_BACKEND_FIELD)
     except AttentionArgumentError as error:

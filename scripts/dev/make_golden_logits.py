@@ -97,6 +97,19 @@ VARIANTS: dict[str, Variant] = {
     "qwen3_bias": Variant("qwen3", _QWEN3 | {"attention_bias": True, "tie_word_embeddings": True}),
     "mistral_gqa": Variant("mistral", _MISTRAL | {"sliding_window": None}),
     "mistral_window": Variant("mistral", _MISTRAL | {"head_dim": 8, "sliding_window": 48}, "float16"),
+    "mistral_short_window": Variant("mistral", _MISTRAL | {"sliding_window": 11}),
+    "qwen2_late_window": Variant(
+        "qwen2", _QWEN2 | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    ),
+    "qwen3_early_window": Variant(
+        "qwen3",
+        _QWEN3
+        | {
+            "use_sliding_window": True,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 """Variants by name. The seed depends on the index in this table, so append new ones at the end."""
 

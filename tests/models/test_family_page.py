@@ -10,11 +10,13 @@ import pytest
 
 from model_defs import load_model, make_mesh, preset, registry
 from model_defs.families import qwen3
+from model_defs.hf_config import parse_hf_config
 from tests.launching import ROOT
 from tests.models.helpers import dense_logits
+from tests.models.test_family_configs import QWEN3
 
 PAGE = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
-LAYER, RECIPE, ROW = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+LAYER, RECIPE, ROW, KINDS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 CONFIG = preset("qwen3-tiny")
 
 
@@ -34,6 +36,14 @@ def test_the_recipe_of_the_page_is_in_the_weight_map() -> None:
     for name in ("q_norm", "k_norm"):
         (row,) = eval("{" + RECIPE + "}", {**vars(qwen3), "config": CONFIG, "name": name}).items()
         assert layer[row[0]] == row[1]
+
+
+def test_the_kinds_of_the_page_are_those_of_the_family() -> None:
+    types = ["full_attention", "sliding_attention"] * 18
+    values = QWEN3 | {"use_sliding_window": True, "sliding_window": 9, "layer_types": types}
+    names: dict[str, Any] = {**vars(qwen3), "values": values}
+    exec(compile(KINDS, "adding_a_model.md", "exec"), names)
+    assert names["kinds"] == parse_hf_config(values).layer_kinds
 
 
 def test_the_row_of_the_page_makes_the_table() -> None:

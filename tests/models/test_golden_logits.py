@@ -1,5 +1,7 @@
 """Logits of tiny checkpoints equal those transformers computed, dense and through the paged pool."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,8 @@ from model_defs import load_model, make_mesh
 from tests.models.helpers import GOLDEN, VARIANTS, PagedStep, dense_logits, golden
 
 TOLERANCE = 1e-4
-IN_SHORT = {"llama_gqa_linear", "mistral_window", "opt_post_norm", "qwen3_gqa"}  # paged as well
+# Paged as well.
+IN_SHORT = {"llama_gqa_linear", "mistral_short_window", "opt_post_norm", "qwen2_late_window", "qwen3_gqa"}
 
 
 def test_every_variant_is_there() -> None:
@@ -17,12 +20,15 @@ def test_every_variant_is_there() -> None:
         "llama_gqa_linear",
         "llama_yarn",
         "mistral_gqa",
+        "mistral_short_window",
         "mistral_window",
         "opt_post_norm",
         "opt_pre_norm",
+        "qwen2_late_window",
         "qwen2_tied",
         "qwen2_untied",
         "qwen3_bias",
+        "qwen3_early_window",
         "qwen3_gqa",
     ]
 
@@ -50,6 +56,18 @@ def test_paged_over_several_steps(variant: str) -> None:
     got.append(chunk)
     got.append(step([(token_ids[22:], 22, first)])[0])
     np.testing.assert_allclose(np.concatenate(got), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["mistral_short_window", "qwen2_late_window", "qwen3_early_window"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_that_is_off_by_one_is_found(variant: str, change: int) -> None:
+    token_ids, expected = golden(variant)
+    model = load_model(GOLDEN / variant, dtype="float32", mesh=make_mesh(1))
+    for layer in model.layers:
+        if (window := layer.options.window) is not None:
+            assert 3 * window < len(token_ids)
+            layer.options = dataclasses.replace(layer.options, window=window + change)
+    assert np.abs(dense_logits(model, token_ids) - expected).max() > 100 * TOLERANCE
 
 
 def test_recompute_as_a_second_query_range() -> None:

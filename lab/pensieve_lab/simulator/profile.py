@@ -49,6 +49,8 @@ class StepCosts:
       step_s: fixed time of everything else in a step.
       padded_token_s: time of everything else per padded token.
       tiles: attention of prompts by tiles, which replaces `pair_s`; None in profiles without it.
+      windows: each distinct window of the layers, None for no window, and the share of layers that have it.
+        The times of attention above are those of layers without one.
     """
 
     weight_read_s: float
@@ -62,6 +64,7 @@ class StepCosts:
     step_s: float
     padded_token_s: float
     tiles: TileCosts | None = None
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +251,13 @@ class _Reader:
 
     def _step(self, values: Mapping[str, Any]) -> StepCosts:
         part = self._part(values, "step")
-        names = [field.name for field in dataclasses.fields(StepCosts) if field.name != "tiles"]
-        tiles = self._tiles(part) if "tiles" in part else None
-        costs = StepCosts(**{name: self._number(part, name) for name in names}, tiles=tiles)
+        others = {}
+        if "tiles" in part:
+            others["tiles"] = self._tiles(part)
+        if "windows" in part:
+            others["windows"] = self._windows(part)
+        names = [f.name for f in dataclasses.fields(StepCosts) if f.name not in ("tiles", "windows")]
+        costs = StepCosts(**{name: self._number(part, name) for name in names}, **others)
         if costs.overlap < 1:
             raise self._error("a profile whose step.overlap is at least 1", f"found {costs.overlap}")
         return costs
@@ -259,6 +266,18 @@ class _Reader:
         part = self._part(step, "tiles")
         names = [field.name for field in dataclasses.fields(TileCosts)]
         return TileCosts(**{name: self._number(part, name, above=0) for name in names})
+
+    def _windows(self, step: Mapping[str, Any]) -> tuple[tuple[int | None, float], ...]:
+        limit = "a profile whose step.windows are pairs of a window (from 1, or null) and its share, 1 in all"
+        found = self._list(step, "windows")
+        for pair in found:
+            is_pair = isinstance(pair, list) and len(pair) == 2 and type(pair[1]) in (int, float)
+            if not is_pair or not (pair[0] is None or (type(pair[0]) is int and pair[0] > 0)):
+                raise self._error(limit, f"found {pair!r:.60}")
+        shares = [share for _, share in found]
+        if not (min(shares, default=0) > 0 and math.isclose(sum(shares), 1)):
+            raise self._error(limit, f"found {shares!r:.60}")
+        return tuple((window, float(share)) for window, share in found)
 
     def _hosts(self, values: Mapping[str, Any]) -> dict[str, HostCosts]:
         part = self._part(values, "hosts")

@@ -6,7 +6,8 @@ layer, so they add up:
              maximum); arithmetic takes longer on a device that is hot from it;
   attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
              rows together take at least the serial time of the longest context. Profiles with tiles have the
-             time of the kernel's fullest program instead of arithmetic;
+             time of the kernel's fullest program instead of arithmetic. Layers with a window read and compute
+             at most the window;
   the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
 Does not know: requests, pages, or what precedes and follows a step.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 import math
 
 from pensieve_jax.scheduler import bucket_for
-from pensieve_lab.simulator.attention_tiles import TileCosts
 from pensieve_lab.simulator.profile import StepCosts
 
 
@@ -31,11 +31,13 @@ class StepLoad:
       num_rows: rows of both kinds.
     """
 
-    __slots__ = ("longest_kv", "num_rows", "num_single_kv", "num_tokens", "rows")
+    __slots__ = ("_lengthened", "_single_kv", "longest_kv", "num_rows", "num_single_kv", "num_tokens", "rows")
 
     def __init__(self) -> None:
         self.num_tokens = self.num_single_kv = self.longest_kv = self.num_rows = 0
         self.rows: list[tuple[int, int]] = []
+        self._single_kv: list[int] = []
+        self._lengthened = 0
 
     def add(self, q_len: int, kv_len: int) -> None:
         """Add a row with its query tokens, and the context tokens at its end."""
@@ -45,6 +47,7 @@ class StepLoad:
             self.longest_kv = kv_len
         if q_len == 1:
             self.num_single_kv += kv_len
+            self._single_kv.append(kv_len - self._lengthened)
         else:
             self.rows.append((q_len, kv_len))
 
@@ -52,6 +55,16 @@ class StepLoad:
         """Advance all rows, which must have one query token each, by one token."""
         self.num_single_kv += self.num_tokens
         self.longest_kv += 1
+        self._lengthened += 1
+
+    def num_single_kv_within(self, window: int | None) -> int:
+        """Return the context tokens of all rows with one query token that a layer with this window reads."""
+        if window is None:
+            return self.num_single_kv
+        shorter = window - self._lengthened
+        return sum(min(kv_len, shorter) for kv_len in self._single_kv) + self._lengthened * len(
+            self._single_kv
+        )
 
 
 class ThermalModel:
@@ -128,18 +141,28 @@ class StepTime:
         return dense_s + costs.step_s + costs.padded_token_s * num_tokens
 
     def _attention_s(self, load: StepLoad, bucket: int) -> float:
-        costs = self._costs
-        if costs.tiles is not None:
-            return self._tiled_attention_s(load, bucket, costs.tiles)
-        work_s = costs.kv_read_s * load.num_single_kv
-        for q_len, kv_len in load.rows:
-            num_pairs = q_len * (kv_len - (q_len - 1) / 2)
-            work_s += max(costs.kv_read_s * kv_len, costs.pair_s * num_pairs)
-        return max(work_s, costs.span_s * load.longest_kv)
+        return sum(
+            share * self._attention_within_s(load, bucket, window) for window, share in self._costs.windows
+        )
 
-    def _tiled_attention_s(self, load: StepLoad, bucket: int, tiles: TileCosts) -> float:
-        """Return the time of rows of one token, and of prompts by their tiles; the two run in sequence."""
-        work_s = self._costs.kv_read_s * load.num_single_kv
-        if not load.rows:
-            return max(work_s, self._costs.span_s * load.longest_kv)
-        return work_s * tiles.beside_share + tiles.seconds(load.rows, bucket)
+    def _attention_within_s(self, load: StepLoad, bucket: int, window: int | None) -> float:
+        """Return the time of attention if all layers had this window."""
+        costs = self._costs
+        longest_kv = load.longest_kv if window is None else min(load.longest_kv, window)
+        work_s = costs.kv_read_s * load.num_single_kv_within(window)
+        if costs.tiles is not None and load.rows:  # rows of one token, and prompts by tiles, in sequence
+            return work_s * costs.tiles.beside_share + costs.tiles.seconds(load.rows, bucket, window)
+        for q_len, kv_len in load.rows:
+            num_read, num_pairs = _read_and_pairs(q_len, kv_len, window)
+            work_s += max(costs.kv_read_s * num_read, costs.pair_s * num_pairs)
+        return max(work_s, costs.span_s * longest_kv)
+
+
+def _read_and_pairs(q_len: int, kv_len: int, window: int | None) -> tuple[int, float]:
+    """Return the context tokens that a row reads, and its query-key pairs."""
+    if window is None or kv_len <= window:
+        return kv_len, q_len * (kv_len - (q_len - 1) / 2)
+    first = kv_len - q_len + 1  # keys that the first query would see without a window
+    num_shorter = max(window - first, 0)
+    num_pairs = num_shorter * (first + window - 1) / 2 + (q_len - num_shorter) * window
+    return min(kv_len, q_len + window - 1), num_pairs

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from pensieve_jax import ConfigError
-from pensieve_lab.simulator import DeviceProfile, profile_names
+from pensieve_lab.simulator import DeviceProfile, profile_names, step_time
 from pensieve_lab.simulator import profile as profile_module
 from pensieve_lab.simulator.step_time import StepLoad, StepTime, ThermalModel
 
 H200 = DeviceProfile.load("h200_llama2-13b-gqa10")
+TILED = DeviceProfile.load("h200_llama2-13b-gqa10_tiles")
 PATH = Path(profile_module.__file__).parent / "profiles" / "h200_llama2-13b-gqa10.json"
 
 
@@ -141,6 +142,57 @@ def test_lengthening_is_looking_again():
     assert StepTime(H200.step, (16,)).seconds(load) == StepTime(H200.step, (16,)).seconds(again)
 
 
+def windowed(profile, *windows):
+    """Return the profile of a model with these windows, each with its share of layers."""
+    return dataclasses.replace(profile, step=dataclasses.replace(profile.step, windows=windows))
+
+
+@pytest.mark.parametrize("profile", [H200, TILED], ids=["rows", "tiles"])
+def test_layers_with_a_window_read_at_most_the_window(profile):
+    rows = (3, 1, 900), (1, 1, 4000), (1, 700, 3000), (1, 60, 300)
+    for some in (rows, rows[:2], rows[2:]):
+        whole = seconds(*some, profile=profile)
+        assert seconds(*some, profile=windowed(profile, (4096, 1.0))) == whole
+        halves = windowed(profile, (None, 0.5), (1024, 0.5))
+        within = seconds(*some, profile=windowed(profile, (1024, 1.0)))
+        assert seconds(*some, profile=halves) == pytest.approx((whole + within) / 2)
+        narrow = seconds(*some, profile=windowed(profile, (128, 1.0)))
+        assert narrow < within < whole
+
+
+def test_the_work_of_a_window_by_hand():
+    for q_len, kv_len, window in ((5, 5, 3), (5, 12, 3), (5, 12, 9), (5, 12, 10), (1, 12, 3), (7, 7, 7)):
+        keys = [range(max(p - window + 1, 0), p + 1) for p in range(kv_len - q_len, kv_len)]
+        expected = len(set().union(*keys)), sum(map(len, keys))
+        assert step_time._read_and_pairs(q_len, kv_len, window) == expected
+
+
+def test_decodes_lengthen_up_to_their_window():
+    load = load_of([(3, 1, 10), (1, 1, 40)])
+    for steps in range(6):
+        again = load_of([(3, 1, 10 + steps), (1, 1, 40 + steps)])
+        for window in (1, 12, 41, 100, None):
+            found = load.num_single_kv_within(window)
+            assert found == again.num_single_kv_within(window)
+            assert found == sum(min(kv, window or 99) for kv in [10 + steps] * 3 + [40 + steps])
+        load.lengthen()
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [3, [], [[0, 1.0]], [[None, 0.5]], [[8, 0.4], [16, 0.4]], [[8]], [["8", 1.0]], [[8, -1], [9, 2]]],
+)
+def test_impossible_windows_are_refused(tmp_path, windows):
+    values = json.loads(PATH.read_text())
+    values["step"]["windows"] = windows
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="windows"):
+        DeviceProfile.load(tmp_path / "profile.json")
+    values["step"]["windows"] = [[None, 0.25], [1024, 0.75]]
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    assert DeviceProfile.load(tmp_path / "profile.json").step.windows == ((None, 0.25), (1024, 0.75))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -187,7 +239,6 @@ def test_refuses_what_is_no_file_and_an_overlap_below_1(tmp_path):
 
 # Prompt attention by tiles.
 
-TILED = DeviceProfile.load("h200_llama2-13b-gqa10_tiles")
 KERNEL_US = {  # measured, one layer, none of them fitted: query tokens, keys, microseconds
     (512, 8512): 210,
     (512, 20512): 455,

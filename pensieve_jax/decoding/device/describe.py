@@ -61,6 +61,7 @@ def describe_model(name: str, model: ModelConfig, dtype: np.dtype[Any], weights_
         "name": name,
         "architecture": model.architecture,
         **{size: getattr(model, size) for size in (*sizes, "vocab_size")},
+        "windows": list(model.windows),
         "num_parameters": num_parameters(model),
         "dtype": dtype.name,
         "weights_bytes": weights_bytes,
