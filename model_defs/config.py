@@ -28,9 +28,10 @@ _SAVED_KEYS = {
 MAX_WINDOWS = 2
 """The most distinct windows of a model's layers, no window included: a step has work lists for each."""
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 MLP_KINDS = ("dense", "moe")
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "geglu_tanh")
+_GATES = {"silu": "silu", "geglu_tanh": "gelu_tanh"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -55,16 +56,31 @@ def _check_positive(name: str, value: Any) -> None:
         raise UnsupportedModelError(f"{name}={value!r} must be a finite number above 0, or null")
 
 
+def _positive_numbers(name: str, values: Any) -> tuple[float, ...]:
+    """Return a list of JSON, or a tuple, as a tuple; raise UnsupportedModelError for other values."""
+    are_numbers = isinstance(values, list | tuple) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+        for value in values
+    )
+    if not are_numbers:
+        raise UnsupportedModelError(f"{name}={values!r:.80} must be a list of finite numbers above 0")
+    return tuple(map(float, values))
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding. Fields after `theta` apply only to some kinds.
 
     `factor` stretches positions (linear, llama3, yarn); `original_max_positions` is the context the
-    model was trained on before stretching (llama3, yarn). `low_freq_factor` and `high_freq_factor`
-    are for llama3, the others for yarn. `attention_factor` multiplies cos and sin (1 for other kinds).
+    model was trained on before stretching (llama3, yarn, longrope). `low_freq_factor` and `high_freq_factor`
+    are for llama3, those from `beta_fast` to `truncate` for yarn. `attention_factor` multiplies cos and sin
+    (yarn, longrope; 1 for other kinds). `rotary_fraction` is the part of a head, from its first element, that
+    is rotated (every kind). Longrope divides each frequency by a factor: by one of `short_factors` if the
+    context is at most `original_max_positions`, or else of `long_factors`. The context is the served one
+    (`in_context`), not that of a sequence.
     """
 
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_max_positions: int = 0
@@ -74,12 +90,17 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    rotary_fraction: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that give no valid frequencies."""
         _check_kinds(self, "rope.")
         if self.kind not in ROPE_KINDS:
             raise UnsupportedModelError(f"rope.kind={self.kind!r} is not one of {', '.join(ROPE_KINDS)}")
+        for name in ("short_factors", "long_factors"):
+            object.__setattr__(self, name, _positive_numbers(f"rope.{name}", getattr(self, name)))
         original = self.original_max_positions
         if type(original) is not int or original < 0:
             raise UnsupportedModelError(
@@ -90,6 +111,20 @@ class RopeConfig:
                 raise UnsupportedModelError(
                     f"rope.{field.name}={getattr(self, field.name)!r} must be above 0"
                 )
+        if self.rotary_fraction > 1:
+            raise UnsupportedModelError(f"rope.rotary_fraction={self.rotary_fraction} must be at most 1")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return the number of elements of a head that are rotated."""
+        return int(head_dim * self.rotary_fraction)
+
+    def in_context(self, max_position_embeddings: int) -> "RopeConfig":
+        """Return this embedding with the factors of longrope that a context has, and no others."""
+        if self.kind != "longrope":
+            return self
+        if max_position_embeddings <= self.original_max_positions:
+            return dataclasses.replace(self, long_factors=())
+        return dataclasses.replace(self, short_factors=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +161,15 @@ class ModelConfig:
     """Decoder-only transformer. It is hashable, so that it can be a static argument of a compiled step.
 
     `architecture` is the name of a row in `registry.FAMILIES`. Features that a family always has (Qwen3's
-    norms of queries and keys) are in its module, not here. `activation` is the MLP's. `attention_bias`
-    applies to the projections that have a bias in the family: all four, or (Qwen2) queries, keys and values.
+    norms of queries and keys) are in its module, not here. `activation` is the MLP's; "silu" and "geglu_tanh"
+    (GELU in its tanh form) are those of a gated one. `attention_bias` applies to the projections that have a
+    bias in the family: all four, or (Qwen2) queries, keys and values.
     `ropes` are the rotary embeddings that layers refer to. `layer_kinds` has an entry for each layer, or none
     if all are plain: they see all tokens, rotate by the first of `ropes` and have a dense MLP. `kinds` has
     them as served. `attention_scale` is the factor on scores; None means head_dim**-0.5. With
     `attention_softcap`, a scaled score s becomes cap * tanh(s / cap). `has_sinks` adds a logit to the softmax
-    of each head, without a value.
+    of each head, without a value. `logit_scale` is a factor on logits. With `logit_softcap`, a scaled logit l
+    becomes cap * tanh(l / cap). Rows of the token table are multiplied by `embedding_scale`.
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -168,6 +205,9 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_softcap: float | None = None
     has_sinks: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that no implementation could run."""
@@ -194,7 +234,8 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-        for name in ("attention_scale", "attention_softcap"):
+        positive = ("attention_scale", "attention_softcap", "logit_scale", "logit_softcap", "embedding_scale")
+        for name in positive:
             _check_positive(name, getattr(self, name))
         self._check_layer_kinds()
 
@@ -253,9 +294,14 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def gate(self) -> str | None:
+        """Function of the gate of a gated MLP, "silu" or "gelu_tanh"; None for a plain MLP."""
+        return _GATES.get(self.activation)
+
+    @property
     def is_gated(self) -> bool:
-        """Whether the MLP multiplies two projections of its input, which is the case for silu only."""
-        return self.activation == "silu"
+        """Whether the MLP multiplies two projections of its input, one of them after a function."""
+        return self.gate is not None
 
     @property
     def embed_width(self) -> int:

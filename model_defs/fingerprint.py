@@ -1,8 +1,9 @@
 """Fingerprint of a model, computed without reading all weights.
 
 Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
-model. It depends on the arithmetic of the config and on the source of the weights, not on dtype, context
-length, mesh or directory. A converted checkpoint keeps the fingerprint of its source.
+model. It depends on the arithmetic of the config and on the source of the weights, not on dtype, mesh or
+directory, nor on the context length unless that chooses longrope's factors. A converted checkpoint keeps the
+fingerprint of its source.
 """
 
 import dataclasses
@@ -75,7 +76,8 @@ def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0)
 def _arithmetic(config: ModelConfig) -> dict[str, Any]:
     """Return the JSON values of all that the model's arithmetic depends on."""
     values: dict[str, Any] = _hashed(config)
-    first, *others = map(_hashed, config.ropes)
+    served = [rope.in_context(config.max_position_embeddings) for rope in config.ropes]
+    first, *others = map(_hashed, served)
     values.pop("ropes", None)
     return values | {"rope": first} | ({"other_ropes": others} if others else {})
 

@@ -13,6 +13,7 @@ from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_json, read_sa
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import written_common_fields
+from model_defs.multimodal import MULTIMODAL, text_half
 from model_defs.other_formats import refuse_other_formats, refuse_quantized
 from model_defs.registry import FAMILIES, family
 
@@ -53,9 +54,10 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
     Raises UnsupportedModelError, which names the architecture, option or missing field.
     """
-    found = _family(values)
+    half = text_half(values)
+    found = _family(half)
     refuse_quantized(values)
-    return found.parse(values, generation)
+    return found.parse(half, generation)
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     be lost.
     """
     found = family(config.architecture)
-    written = {"architectures": [found.hf_architecture], "model_type": found.name}
+    written = {"architectures": [found.hf_architecture], "model_type": found.hf_model_type}
     written |= written_common_fields(config) | found.write(config)
     read = found.parse(written, None)
     lost = [
@@ -89,12 +91,12 @@ def _family(values: dict[str, Any]) -> Family:
         found = []  # with a string instead of a list, `in` below would match substrings
     elif names:
         found = [row for row in FAMILIES.values() if row.hf_architecture in names]
-        found = [row for row in found if model_type in (None, row.name)] if len(found) == 1 else []
+        found = [row for row in found if model_type in (None, row.hf_model_type)] if len(found) == 1 else []
     else:
-        found = [row for row in FAMILIES.values() if row.name == model_type]
+        found = [row for row in FAMILIES.values() if row.hf_model_type == model_type]
     if found:
         return found[0]
     raise UnsupportedModelError(
         f"architectures={names!r}, model_type={model_type!r} is not supported; "
-        f"supported: {', '.join(row.hf_architecture for row in FAMILIES.values())}"
+        f"supported: {', '.join([*(row.hf_architecture for row in FAMILIES.values()), *MULTIMODAL])}"
     )

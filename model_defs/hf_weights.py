@@ -1,9 +1,9 @@
 """Loading of a model from the tensors of a Hugging Face checkpoint.
 
 Owns the check that a checkpoint has exactly the tensors of the config. It reads only headers, except that
-the bytes of a tied head are compared with its table. Each parameter is made of one to three tensors, by the
-recipes of hf_recipes. They are copied to the devices in the file's form, and cast, transposed and fused
-there, one parameter at a time.
+the bytes of a tied head are compared with its table. Each parameter is made of one to three tensors, or of
+sections of one, by the recipes of hf_recipes. They are copied to the devices in the file's form, and cast,
+transposed and fused there, one parameter at a time.
 """
 
 import functools
@@ -26,7 +26,9 @@ from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
-_HEAD, _TABLE = "lm_head.weight", "embed_tokens.weight"
+# In this order: a multimodal checkpoint may have three of them.
+_PREFIXES = ("model.", "language_model.", "model.", "decoder.", "transformer.")
+_HEAD = "lm_head.weight"
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
 
@@ -36,7 +38,7 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
     Raises CheckpointError, which names missing, extra or misshapen tensors with both shapes, an unsupported
     dtype, two tensors of one name, or a head that differs from its tied table.
     """
-    by_short_name = _by_short_name(entries)
+    by_short_name = _by_short_name(entries, family(config.architecture).constants)
     recipes = {name: recipe(name, config) for name in parameter_names}
     _check(by_short_name, recipes, config)
 
@@ -48,8 +50,11 @@ def hf_filler(entries: dict[str, TensorEntry], config: ModelConfig, parameter_na
             axes = [None] * (recipe_.split_axis or 0) + [TENSOR_AXIS] * (recipe_.split_axis is not None)
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
         parts = []
-        for short in recipe_.names:
+        for index, short in enumerate(recipe_.names):
             tensor = by_short_name[short].read()
+            if recipe_.sections:
+                where = (slice(None),) * (recipe_.split_axis or 0) + (slice(*recipe_.sections[index]),)
+                tensor = tensor[where]
             if name == "position_table":
                 tensor = tensor[: target.shape[0]]  # a lowered context length takes the first rows
             # A copy, since on a CPU the device array may share the host array, which is a view of the file.
@@ -73,17 +78,19 @@ def _assembler(
 
 def _short(name: str) -> str:
     """Return a tensor's name without the prefixes that differ between exports of one model."""
-    return name.removeprefix("model.").removeprefix("decoder.")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
 
 
-def _by_short_name(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return tensors by their names without prefixes, except for constants.
+def _by_short_name(entries: dict[str, TensorEntry], constants: tuple[str, ...]) -> dict[str, TensorEntry]:
+    """Return tensors by their names without prefixes, except for constants, also those of the family.
 
     Raises CheckpointError for two of one name.
     """
     found: dict[str, TensorEntry] = {}
     for entry in entries.values():
-        if is_constant(entry.name):
+        if is_constant(entry.name) or entry.name.endswith(constants):
             continue
         other = found.setdefault(_short(entry.name), entry)
         if other is not entry:
@@ -121,7 +128,7 @@ def _check(entries: dict[str, TensorEntry], recipes: dict[str, Recipe], config: 
     if extra:
         raise CheckpointError(f"{len(extra)} tensor(s) are not part of this model: {_listed(extra)}")
     if config.tie_word_embeddings and _HEAD in entries:
-        _check_tied(entries[_HEAD], entries[_TABLE])
+        _check_tied(entries[_HEAD], entries[recipes["embed.table"].names[0]])
 
 
 def _check_tied(head: TensorEntry, table: TensorEntry) -> None:

@@ -12,6 +12,7 @@ from model_defs.config import MODEL_CONFIG_FILE, ModelConfig
 from model_defs.errors import CheckpointError, UnsupportedModelError
 from model_defs.hf_config import load_config
 from model_defs.hf_weights import hf_filler
+from model_defs.multimodal import text_tensors
 from model_defs.orbax_store import restore_parameters
 from model_defs.parameters import Progress, fill_parameters, named_parameters
 from model_defs.random_weights import random_filler
@@ -69,7 +70,8 @@ def load_model(
     else:
         names = [name for name, _ in named_parameters(model)]
         # The checkpoint is checked against its own config: ours may have a shorter position table.
-        filler = hf_filler(open_checkpoint(Path(source)), load_config(source), names)
+        entries = text_tensors(open_checkpoint(Path(source)), Path(source))
+        filler = hf_filler(entries, load_config(source), names)
         fill_parameters(model, filler, progress)
     return model
 

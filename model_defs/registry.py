@@ -17,7 +17,23 @@ from jax.sharding import AbstractMesh
 from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.families import llama, mistral, opt, qwen2, qwen3
+from model_defs.families import (
+    cohere2,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
@@ -33,6 +49,16 @@ FAMILIES: dict[str, Family] = {
         qwen2.FAMILY,
         qwen3.FAMILY,
         mistral.FAMILY,
+        olmo2.FAMILY,
+        phi3.FAMILY,
+        gpt2.FAMILY,
+        granite.FAMILY,
+        glm4.FAMILY,
+        smollm3.FAMILY,
+        olmo3.FAMILY,
+        cohere2.FAMILY,
+        gemma3.FAMILY,
+        gemma2.FAMILY,
     )
 }
 """All families, by name."""

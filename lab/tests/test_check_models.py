@@ -12,7 +12,21 @@ from pensieve_jax import ConfigError
 from tests.launching import load
 
 check_models = load("check_models")
-VARIANTS = {"qwen2_tied": "qwen2", "qwen3_bias": "qwen3", "mistral_gqa": "mistral"}
+VARIANTS = {
+    "qwen2_tied": "qwen2",
+    "qwen3_bias": "qwen3",
+    "mistral_gqa": "mistral",
+    "phi3_long": "phi3",
+    "gpt2_tied": "gpt2",
+    "granite_tied": "granite",
+    "olmo2_gqa": "olmo2",
+    "glm4_bias": "glm4",
+    "smollm3_nope": "smollm3",
+    "olmo3_window": "olmo3",
+    "cohere2_window": "cohere2",
+    "gemma3_window": "gemma3",
+    "gemma2_window": "gemma2",
+}
 
 
 @pytest.mark.long

@@ -118,7 +118,7 @@ def test_layers_have_their_annotated_shapes() -> None:
     assert not mismatches(FusedQKV.__call__, layer.qkv, x, result=layer.qkv(x))
     assert not mismatches(Linear.__call__, out, heads, result=out(heads))
     assert not mismatches(Linear.activated, out, heads, "relu", result=out.activated(heads, "relu"))
-    assert not mismatches(Linear.gated, up, x, result=up.gated(x))
+    assert not mismatches(Linear.gated, up, x, "silu", result=up.gated(x, "silu"))
     assert not mismatches(Linear.deferred, out, heads, result=out.deferred(heads))
     with summing(sums):
         parts = out.deferred(heads)

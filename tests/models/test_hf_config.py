@@ -172,7 +172,7 @@ def test_opt_variants() -> None:
         (LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "GemmaForCausalLM"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (LLAMA | {"model_type": "opt"}, "model_type='opt'"),
-        (without(LLAMA, "architectures") | {"model_type": "gpt2"}, "model_type='gpt2'"),
+        (without(LLAMA, "architectures") | {"model_type": "gpt_neo"}, "model_type='gpt_neo'"),
         ({}, "supported: OPTForCausalLM, LlamaForCausalLM"),
         (
             LLAMA | {"architectures": "LlamaForCausalLM"},

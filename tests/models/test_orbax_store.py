@@ -71,7 +71,24 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("variant", ["qwen2_tied", "qwen3_bias", "mistral_window"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen2_tied",
+        "qwen3_bias",
+        "mistral_window",
+        "olmo2_gqa",
+        "phi3_long",
+        "gpt2_tied",
+        pytest.param("granite_tied", marks=pytest.mark.long),
+        pytest.param("glm4_yarn", marks=pytest.mark.long),
+        pytest.param("smollm3_window", marks=pytest.mark.long),
+        pytest.param("olmo3_window", marks=pytest.mark.long),
+        pytest.param("cohere2_bias", marks=pytest.mark.long),
+        "gemma3_ropes",
+        pytest.param("gemma2_window", marks=pytest.mark.long),
+    ],
+)
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
     """A round trip keeps all of the config, onto one device and onto two."""
     convert(str(GOLDEN / variant), tmp_path / "target", "float32")

@@ -62,6 +62,25 @@ def test_yarn_of_a_ramp_without_width_is_a_step() -> None:
     assert_stretched(dataclasses.replace(YARN, original_max_positions=3, beta_slow=1.0), [0, 1, 1, 1])
 
 
+def test_longrope_divides_each_frequency_by_its_factor() -> None:
+    factors = {"short_factors": (1.0, 2.0, 4.0, 5.0), "long_factors": (1.0, 10.0, 20.0, 50.0)}
+    rope = RopeConfig("longrope", 1e4, original_max_positions=100, **factors)
+    for context, expected in ((100, factors["short_factors"]), (101, factors["long_factors"])):
+        np.testing.assert_allclose(
+            inverse_frequencies(rope.in_context(context), 8), PLAIN / expected, rtol=1e-6
+        )
+    with pytest.raises(AssertionError, match="longrope of no context"):
+        inverse_frequencies(rope, 8)
+
+
+def test_a_part_of_a_head_has_the_frequencies_of_a_smaller_head() -> None:
+    np.testing.assert_array_equal(
+        inverse_frequencies(RopeConfig(rotary_fraction=0.5), 16), inverse_frequencies(RopeConfig(), 8)
+    )
+    yarn = dataclasses.replace(YARN, rotary_fraction=0.25)
+    np.testing.assert_array_equal(inverse_frequencies(yarn, 32), inverse_frequencies(YARN, 8))
+
+
 def test_the_attention_factor_is_of_cos_and_sin() -> None:
     cos, sin = cos_sin(jnp.array([0, 2]), PLAIN.astype(np.float32), 0.7)
     np.testing.assert_allclose(cos[:, 0], 0.7 * np.cos(np.outer([0, 2], PLAIN)), rtol=1e-5)
@@ -77,3 +96,11 @@ def test_rotate_pairs_halves(quarter_turns: int) -> None:
     )
     expected = {1: [-3.0, 2.0, 1.0, 4.0], 2: [-1.0, 2.0, -3.0, 4.0]}[quarter_turns]
     np.testing.assert_allclose(turned[0, 0], expected, atol=1e-6)
+
+
+def test_elements_behind_the_rotated_ones_stay() -> None:
+    x = np.random.default_rng(0).normal(size=(3, 2, 10)).astype(np.float32)
+    rotation = cos_sin(jnp.arange(3), np.array([0.5, 0.1, 0.02], np.float32), 1.0)
+    turned = np.asarray(rotate(jnp.asarray(x), *rotation))
+    np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(turned[..., :6], rotate(jnp.asarray(x[..., :6]), *rotation))

@@ -25,6 +25,16 @@ CONFIGS = {
     "qwen2": preset("qwen2-tiny", initial_norm_scale=1.0),
     "qwen3": preset("qwen3-tiny", num_heads=8, num_kv_heads=4, attention_bias=True, initial_norm_scale=1.0),
     "mistral": preset("mistral-tiny", initial_norm_scale=1.0),
+    "gpt2": preset("gpt2-tiny", initial_norm_scale=1.0),
+    "granite": preset("granite-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
+    "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
+    "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
+    "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
+    "cohere2": preset("cohere2-tiny", attention_bias=True),
+    "gemma3": preset("gemma3-tiny", initial_norm_scale=1.0),
+    "gemma2": preset("gemma2-tiny"),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -56,6 +66,16 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "qwen2": (2,),
                     "qwen3": (2,),
                     "mistral": (2,),
+                    "gpt2": (2,),
+                    "granite": (2,),
+                    "phi3": (2,),
+                    "olmo2": (2,),
+                    "glm4": (2,),
+                    "smollm3": (2,),
+                    "olmo3": (2,),
+                    "cohere2": (2,),
+                    "gemma3": (2,),
+                    "gemma2": (2,),
                 }
             }.items()
         ),
@@ -70,6 +90,14 @@ def test_logits_are_equal(name: str, sizes: tuple[int, ...]) -> None:
     scale = np.abs(expected).max()
     for tp in sizes:
         np.testing.assert_allclose(paged_logits(config, tp) / scale, expected / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.long
+def test_norms_over_all_heads_add_one_sum_to_a_layer() -> None:
+    """It has two numbers for each token: the sums of squares of queries and of keys."""
+    mesh, config = make_mesh(2), CONFIGS["olmo2"]
+    text = PagedStep(random_model(config, mesh=mesh), mesh, num_pages=8).compiled.as_text()
+    assert collectives(text) == {"all-reduce": 3 * config.num_layers + 1}
 
 
 def test_nothing_large_is_replicated() -> None:
