@@ -165,12 +165,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen2_5_vl": Variant(
         "qwen2_5_vl",
-        _QWEN2
-        | {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 3, 2]},
-        },
+        _QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 1]}},
         vision=_QWEN_VISION,
         seed=101,
     ),
@@ -263,6 +258,30 @@ VARIANTS: dict[str, Variant] = {
         "float16",
         max_shard_size="15KB",
         seed=109,
+    ),
+    "ministral3_growth": Variant(
+        "ministral3",
+        _MISTRAL
+        | {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE_YARN
+            | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4},
+        },
+        seed=110,
+    ),
+    "ministral3_multimodal": Variant(
+        "mistral3",
+        _MISTRAL
+        | {
+            "model_type": "ministral3",
+            "head_dim": 8,
+            "sliding_window": 12,
+            "rope_parameters": _ROPE_YARN | {"llama_4_scaling_beta": 0.2},
+        },
+        "float16",
+        vision=_PIXTRAL,
+        seed=111,
     ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(

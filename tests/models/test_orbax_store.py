@@ -81,6 +81,7 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         "phi3_long",
         "gpt2_tied",
         pytest.param("granite_tied", marks=pytest.mark.long),
+        pytest.param("ministral3_growth", marks=pytest.mark.long),
         pytest.param("glm4_yarn", marks=pytest.mark.long),
         pytest.param("smollm3_window", marks=pytest.mark.long),
         pytest.param("olmo3_window", marks=pytest.mark.long),
