@@ -165,6 +165,14 @@ def current_all_reduce() -> AllReduce | None:
     return _current.get()
 
 
+def add_terms(one: Summand, other: Summand) -> Summand:
+    """Return the sum of two terms [T, width]. That of partial sums is partial, so it takes one all-reduce."""
+    if isinstance(one, PartialSums) and isinstance(other, PartialSums):
+        biases = [y.bias for y in (one, other) if y.bias is not None]
+        return PartialSums(one.sums, one.parts + other.parts, sum(biases[1:], biases[0]) if biases else None)
+    return finish_sum(one).astype(jnp.float32) + finish_sum(other).astype(jnp.float32)
+
+
 def finish_sum(y: Summand) -> Terms:
     """Return [T, width], summing `y` over devices if it is `PartialSums`."""
     if not isinstance(y, PartialSums):

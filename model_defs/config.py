@@ -77,7 +77,8 @@ class RopeConfig:
     (yarn, longrope; 1 for other kinds). `rotary_fraction` is the part of a head, from its first element, that
     is rotated (every kind). Longrope divides each frequency by a factor: by one of `short_factors` if the
     context is at most `original_max_positions`, or else of `long_factors`. The context is the served one
-    (`in_context`), not that of a sequence.
+    (`in_context`), not that of a sequence. With `query_growth` b, queries at position p are multiplied by
+    1 + b * log(1 + floor(p / original_max_positions)).
     """
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
@@ -93,6 +94,7 @@ class RopeConfig:
     rotary_fraction: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_growth: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that give no valid frequencies."""
@@ -111,6 +113,9 @@ class RopeConfig:
                 raise UnsupportedModelError(
                     f"rope.{field.name}={getattr(self, field.name)!r} must be above 0"
                 )
+        _check_positive("rope.query_growth", self.query_growth)
+        if self.query_growth and not original:
+            raise UnsupportedModelError("rope.original_max_positions=0 must be above 0 with a query_growth")
         if self.rotary_fraction > 1:
             raise UnsupportedModelError(f"rope.rotary_fraction={self.rotary_fraction} must be at most 1")
 
@@ -162,14 +167,14 @@ class ModelConfig:
 
     `architecture` is the name of a row in `registry.FAMILIES`. Features that a family always has (Qwen3's
     norms of queries and keys) are in its module, not here. `activation` is the MLP's; "silu" and "geglu_tanh"
-    (GELU in its tanh form) are those of a gated one. `attention_bias`
-    applies to the projections that have a bias in the family: all four, or (Qwen2) queries, keys and values.
+    (GELU in its tanh form) are those of a gated one. `attention_bias` applies to the projections that have a
+    bias in the family: all four, or (Qwen2) queries, keys and values.
     `ropes` are the rotary embeddings that layers refer to. `layer_kinds` has an entry for each layer, or none
     if all are plain: they see all tokens, rotate by the first of `ropes` and have a dense MLP. `kinds` has
     them as served. `attention_scale` is the factor on scores; None means head_dim**-0.5. With
     `attention_softcap`, a scaled score s becomes cap * tanh(s / cap). `has_sinks` adds a logit to the softmax
-    of each head, without a value. Rows of the token table are multiplied by `embedding_scale` as the first
-    layer's input, and logits by `logit_scale`.
+    of each head, without a value. `logit_scale` is a factor on logits. With `logit_softcap`, a scaled logit l
+    becomes cap * tanh(l / cap). Rows of the token table are multiplied by `embedding_scale`.
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -206,6 +211,7 @@ class ModelConfig:
     attention_softcap: float | None = None
     has_sinks: bool = False
     logit_scale: float = 1.0
+    logit_softcap: float | None = None
     embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -233,7 +239,8 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise UnsupportedModelError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-        for name in ("attention_scale", "attention_softcap", "logit_scale", "embedding_scale"):
+        positive = ("attention_scale", "attention_softcap", "logit_scale", "logit_softcap", "embedding_scale")
+        for name in positive:
             _check_positive(name, getattr(self, name))
         self._check_layer_kinds()
 

@@ -22,7 +22,7 @@ class Family:
     """Family of models.
 
     Attributes:
-      name: `ModelConfig.architecture`, and `model_type` in config.json.
+      name: `ModelConfig.architecture`.
       hf_architecture: the only supported name in `architectures`.
       parse: reads config.json and generation_config.json (or None) into a config. Raises
         UnsupportedModelError for an option that would change the arithmetic and is not implemented.
@@ -33,6 +33,7 @@ class Family:
       layer_prefix: prefix of the tensors of layers behind it; the number of the layer follows.
       constants: endings of the names of tensors that follow from the config, and are skipped.
       presets: configs by name, of published models and a tiny one.
+      model_type: `model_type` in config.json; None means that it is the name.
       has_position_table: whether learned positions limit the context. Otherwise it can be raised.
       window_of_all_layers: whether all layers have the `sliding_window` of a config that was saved before
         there were layer kinds. Otherwise such a config does not say which layers have it.
@@ -48,5 +49,11 @@ class Family:
     presets: dict[str, ModelConfig]
     layer_prefix: str = "layers."
     constants: tuple[str, ...] = ()
+    model_type: str | None = None
     has_position_table: bool = False
     window_of_all_layers: bool = False
+
+    @property
+    def hf_model_type(self) -> str:
+        """The `model_type` in config.json."""
+        return self.model_type or self.name

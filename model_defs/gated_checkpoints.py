@@ -5,7 +5,7 @@ projections, rejected options. Knows no family.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ from model_defs.tensor_recipes import (
 TENSOR_PREFIX = "model."
 PLAIN_NORMS = MappingProxyType({"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 """Tensors of the norms before both blocks, by our names."""
+MakeScale = Callable[[str, int], Recipe]
 _FIRST_WINDOW_LAYER, _QWEN_WINDOW = 28, 4096  # defaults of transformers
 
 
@@ -42,6 +43,8 @@ class Defaults:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
 
 
 def parse_gated(
@@ -69,16 +72,18 @@ def parse_gated(
     else:
         num_kv_heads = defaults.num_kv_heads or num_heads
     if "ropes" not in fields:
-        fields["ropes"] = (parse_rope(values, common["max_position_embeddings"]),)
+        fields["ropes"] = (parse_rope(values, common["max_position_embeddings"], defaults.rope_theta),)
+    if "activation" not in fields:
+        fields["activation"] = choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+    if "norm_eps" not in fields:
+        fields["norm_eps"] = number(values, "rms_norm_eps", defaults.norm_eps)
     config = ModelConfig(
         architecture=architecture,
         **common,
         num_kv_heads=num_kv_heads,
         head_dim=integer(values, "head_dim", defaults.head_dim or hidden_size // num_heads),
         intermediate_size=integer(values, "intermediate_size"),
-        tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
-        activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        norm_eps=number(values, "rms_norm_eps", defaults.norm_eps),
+        tie_word_embeddings=boolean(values, "tie_word_embeddings", defaults.tie_word_embeddings),
         initializer_range=number(values, "initializer_range", 0.02),
         **fields,
     )
@@ -172,15 +177,18 @@ def written_qwen_kinds(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def gated_weight_map(config: ModelConfig, norms: Mapping[str, str] = PLAIN_NORMS) -> WeightMap:
+def gated_weight_map(
+    config: ModelConfig, norms: Mapping[str, str] = PLAIN_NORMS, scale: MakeScale = vector
+) -> WeightMap:
     """Return the recipes of all parameters of a `GatedDecoder` with plain layers.
 
-    `norms` has the tensor's name of each norm of a layer.
+    `norms` has the tensor's name of each norm of a layer, and `scale` makes the recipe of a norm's scale from
+    the tensor's name and size.
     """
     layer: dict[str, Recipe] = {
-        f"{ours}.scale": vector(f"{theirs}.weight", config.hidden_size) for ours, theirs in norms.items()
+        f"{ours}.scale": scale(f"{theirs}.weight", config.hidden_size) for ours, theirs in norms.items()
     }
     return WeightMap(
-        outer=token_recipes(config) | {"final_norm.scale": vector("norm.weight", config.hidden_size)},
+        outer=token_recipes(config) | {"final_norm.scale": scale("norm.weight", config.hidden_size)},
         layer=attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | layer,
     )

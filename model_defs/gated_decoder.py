@@ -1,7 +1,7 @@
-"""Decoder of the Llama type: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Decoder of the Llama type: norms, rotary positions, grouped-query attention, gated MLPs.
 
 Owns the forward pass that several families share, over a flat, ragged batch. Families differ by a subclass of
-`GatedLayer`, or by the projections that have a bias. Layers are unrolled. Built by families.
+`GatedBlocks` or `GatedLayer`, or by the projections that have a bias. Layers are unrolled. Built by families.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,12 @@ from model_defs.attention import Attention, attention_options
 from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.layers import Build, Embedding, FusedQKV, Linear, RMSNorm, declare
-from model_defs.rope import Rotation, cos_sin, inverse_frequencies, rotate
+from model_defs.layers import Build, Embedding, FusedQKV, Linear, Norm, RMSNorm, declare
+from model_defs.rope import Rotation, rotate, rotation
 from model_defs.sharding import TENSOR_AXIS
+
+MakeNorm = Callable[[Build], Norm]
+"""Class of the norms that a family has."""
 
 
 def check_rotary(config: ModelConfig) -> None:
@@ -86,7 +89,7 @@ class GatedBlocks(nnx.Module):
         """Map the attention block's input [T, hidden_size] to its output, of the same shape."""
         q, k, v = self.project(x)
         if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q, k = rotate(q, *rotation.queries), rotate(k, *rotation.keys)
         sinks = None if self.sinks is None else self.sinks[...]
         return self.out.deferred(attention(layer_index, q, k, v, options=self.options, sinks=sinks))
 
@@ -96,15 +99,20 @@ class GatedBlocks(nnx.Module):
 
 
 class GatedLayer(GatedBlocks):
-    """Decoder layer that adds attention and a gated MLP, each after an RMSNorm."""
+    """Decoder layer that adds attention and a gated MLP, each after a norm."""
 
     def __init__(
-        self, build: Build, kind: LayerKind, *, qkv_bias: bool = False, out_bias: bool = False
+        self,
+        build: Build,
+        kind: LayerKind,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        norm: MakeNorm = RMSNorm,
     ) -> None:
         """Declare the layer's arrays; see `GatedBlocks`."""
         super().__init__(build, kind, qkv_bias=qkv_bias, out_bias=out_bias)
-        self.input_norm = RMSNorm(build)
-        self.mlp_norm = RMSNorm(build)
+        self.input_norm, self.mlp_norm = norm(build), norm(build)
 
     def __call__(
         self,
@@ -126,14 +134,19 @@ class GatedLayer(GatedBlocks):
 class GatedDecoder(Decoder):
     """Gated decoder model; see `Decoder`."""
 
-    def __init__(self, build: Build, make_layer: Callable[[LayerKind], GatedBlocks]) -> None:
-        """Declare every array. `make_layer` is called for each layer with its kind; a loader sets values."""
+    def __init__(
+        self, build: Build, make_layer: Callable[[LayerKind], nnx.Module], *, norm: MakeNorm = RMSNorm
+    ) -> None:
+        """Declare every array. `make_layer` is called for each layer with its kind; a loader sets values.
+
+        `norm` makes the norm after the last layer.
+        """
         config = build.config
         check_rotary(config)
         self.config = config
         self.embed = Embedding(build, config.hidden_size)
         self.layers = nnx.List([make_layer(kind) for kind in config.kinds])
-        self.final_norm = RMSNorm(build)
+        self.final_norm = norm(build)
         self.head = None if config.tie_word_embeddings else Embedding(build, config.hidden_size)
 
     @property
@@ -161,9 +174,9 @@ class GatedDecoder(Decoder):
         return x if y is None else x + finish_sum(y)
 
     def _rotation(self, positions: jax.Array, rope: RopeConfig) -> Rotation:
-        """Return cos and sin of one rotary embedding, which its layers share."""
+        """Return the rotation by one rotary embedding, which its layers share."""
         served = rope.in_context(self.config.max_position_embeddings)
-        return cos_sin(positions, inverse_frequencies(served, self.config.head_dim), rope.attention_factor)
+        return rotation(positions, served, self.config.head_dim)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         return self.final_norm(x)

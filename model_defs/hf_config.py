@@ -69,7 +69,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     be lost.
     """
     found = family(config.architecture)
-    written = {"architectures": [found.hf_architecture], "model_type": found.name}
+    written = {"architectures": [found.hf_architecture], "model_type": found.hf_model_type}
     written |= written_common_fields(config) | found.write(config)
     read = found.parse(written, None)
     lost = [
@@ -93,9 +93,9 @@ def _family(values: dict[str, Any]) -> Family:
         found = []  # with a string instead of a list, `in` below would match substrings
     elif names:
         found = [row for row in FAMILIES.values() if row.hf_architecture in names]
-        found = [row for row in found if model_type in (None, row.name)] if len(found) == 1 else []
+        found = [row for row in found if model_type in (None, row.hf_model_type)] if len(found) == 1 else []
     else:
-        found = [row for row in FAMILIES.values() if row.name == model_type]
+        found = [row for row in FAMILIES.values() if row.hf_model_type == model_type]
     if found:
         return found[0]
     raise UnsupportedModelError(

@@ -51,14 +51,20 @@ class Build:
 
 
 def declare(
-    build: Build, shape: tuple[int, ...], axes: tuple[str | None, ...] = (), *, ones: bool = False
+    build: Build,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...] = (),
+    *,
+    ones: bool = False,
+    dtype: jnp.dtype | None = None,
 ) -> nnx.Param[jax.Array]:
     """Declare a parameter without a value; dimension i is split over the mesh axis `axes[i]`.
 
-    `ones` marks norm scales: random models set them to one and draw all other parameters.
+    `ones` marks norm scales: random models set them to one and draw all other parameters. `dtype` None means
+    that of the build.
     """
     sharding = NamedSharding(build.mesh, PartitionSpec(*axes))
-    abstract: Any = jax.ShapeDtypeStruct(shape, build.dtype, sharding=sharding)
+    abstract: Any = jax.ShapeDtypeStruct(shape, dtype or build.dtype, sharding=sharding)
     return nnx.Param(abstract, ones=ones)
 
 
@@ -201,14 +207,16 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Base of both norms: the arrays, the norm alone, and the norm after a residual addition."""
+    """Base of the norms: the arrays, the norm alone, and the norm after a residual addition."""
 
-    def __init__(self, build: Build, kind: NormKind, *, affine: bool) -> None:
-        """Declare the scale, and a layer norm's bias, if `affine`."""
+    def __init__(
+        self, build: Build, kind: NormKind, *, scale: bool, bias: bool, dtype: jnp.dtype | None = None
+    ) -> None:
+        """Declare scale and bias, if there are any, in `dtype`; None means that of the build."""
         shape = (build.config.hidden_size,)
         self.build, self.kind = build, kind
-        self.scale = declare(build, shape, ones=True) if affine else None
-        self.bias = declare(build, shape) if affine and kind == "layer" else None
+        self.scale = declare(build, shape, ones=True, dtype=dtype) if scale else None
+        self.bias = declare(build, shape, dtype=dtype) if bias else None
 
     def __call__(self, x: Hidden) -> Hidden:
         """Norm f32[T, hidden_size] in plain XLA, which fuses it with the selection of rows that follows."""
@@ -256,14 +264,45 @@ class RMSNorm(Norm):
     """Root-mean-square norm, with a scale."""
 
     def __init__(self, build: Build) -> None:
-        super().__init__(build, "rms", affine=True)
+        super().__init__(build, "rms", scale=True, bias=False)
+
+
+class WideScaleRMSNorm(Norm):
+    """Root-mean-square norm whose scale is float32 in a model of any dtype."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, "rms", scale=True, bias=False, dtype=jnp.dtype(jnp.float32))
 
 
 class LayerNorm(Norm):
     """Layer norm, with scale and bias if the config's norms are affine."""
 
     def __init__(self, build: Build) -> None:
-        super().__init__(build, "layer", affine=build.config.norm_affine)
+        affine = build.config.norm_affine
+        super().__init__(build, "layer", scale=affine, bias=affine)
+
+
+class LayerNormWithoutBias(Norm):
+    """Layer norm with a scale only."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, "layer", scale=True, bias=False)
+
+
+class HeadNorm(nnx.Module):
+    """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
+
+    def __init__(self, build: Build, dtype: jnp.dtype | None = None) -> None:
+        """Declare the scale, which is replicated on every device, in `dtype` or else that of the build."""
+        self.eps = build.config.norm_eps
+        self.scale = declare(build, (build.config.head_dim,), ones=True, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
+        return normed.astype(x.dtype)
 
 
 class FusedQKV(nnx.Module):

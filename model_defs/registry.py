@@ -17,7 +17,21 @@ from jax.sharding import AbstractMesh
 from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.families import gpt2, granite, llama, mistral, olmo2, opt, phi3, qwen2, qwen3
+from model_defs.families import (
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
@@ -37,6 +51,10 @@ FAMILIES: dict[str, Family] = {
         phi3.FAMILY,
         gpt2.FAMILY,
         granite.FAMILY,
+        ministral3.FAMILY,
+        glm4.FAMILY,
+        smollm3.FAMILY,
+        olmo3.FAMILY,
     )
 }
 """All families, by name."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import optimization_barrier
 
 from model_defs.config import ModelConfig
@@ -95,19 +96,30 @@ def token_recipes(config: ModelConfig) -> dict[str, Recipe]:
     }
 
 
-def attention_recipes(config: ModelConfig, out_name: str) -> dict[str, Recipe]:
-    """Return the recipes of fused QKV and the output projection. Source rows are (head, dimension)."""
+def attention_recipes(config: ModelConfig, out_name: str, *, num_adjacent: int = 0) -> dict[str, Recipe]:
+    """Return the recipes of fused QKV and the output projection. Source rows are (head, dimension).
+
+    The family rotates the first `num_adjacent` elements of each query and key in adjacent pairs. They are put
+    in the order of `rotate`, which pairs the two halves. Scores do not depend on the order of elements.
+    """
     hidden, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     rows = (heads * dim, kv_heads * dim, kv_heads * dim)
 
+    order = np.arange(dim)
+    order[:num_adjacent] = order[:num_adjacent].reshape(-1, 2).T.reshape(-1)
+
+    def in_order(part: jax.Array, index: int) -> jax.Array:
+        return part[:, :, order] if num_adjacent and index < 2 else part
+
     def fuse_kernel(*weights: jax.Array) -> jax.Array:
-        parts = [weight.reshape(kv_heads, -1, dim, hidden) for weight in weights]
+        parts = [in_order(weight.reshape(kv_heads, -1, dim, hidden), i) for i, weight in enumerate(weights)]
         # The barrier keeps XLA from fusing copy and transpose, which is several times slower on a CPU.
         return optimization_barrier(jnp.concatenate(parts, axis=1)).transpose(3, 0, 1, 2)
 
     def fuse_bias(*biases: jax.Array) -> jax.Array:
-        return jnp.concatenate([bias.reshape(kv_heads, -1, dim) for bias in biases], axis=1)
+        parts = [in_order(bias.reshape(kv_heads, -1, dim), i) for i, bias in enumerate(biases)]
+        return jnp.concatenate(parts, axis=1)
 
     def split_heads(weight: jax.Array) -> jax.Array:
         return weight.T.reshape(heads, dim, hidden)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -164,9 +163,8 @@ def make_runner(
         progress=progress,
     )
     model_config = model.config
-    weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     given, machine = config.cache, _machine(mesh)
-    config = sized(config, machine, model_config, weights_dtype)
+    config = sized(config, machine, model_config, model.dtype)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
         given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)

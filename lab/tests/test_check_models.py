@@ -19,7 +19,11 @@ VARIANTS = {
     "phi3_long": "phi3",
     "gpt2_tied": "gpt2",
     "granite_tied": "granite",
+    "ministral3_growth": "ministral3",
     "olmo2_gqa": "olmo2",
+    "glm4_bias": "glm4",
+    "smollm3_nope": "smollm3",
+    "olmo3_window": "olmo3",
 }
 
 

@@ -10,8 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
 from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.family import Family
@@ -26,7 +24,7 @@ from model_defs.gated_checkpoints import (
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
 from model_defs.hf_options import boolean
-from model_defs.layers import Build, declare
+from model_defs.layers import Build, HeadNorm
 from model_defs.tensor_recipes import WeightMap, vector
 from model_defs.tiny_preset import tiny_preset
 
@@ -53,22 +51,6 @@ _PRESETS = {
         "qwen3", num_layers=4, layer_kinds=(LayerKind(window=32), LayerKind()) * 2
     ),
 }
-
-
-class HeadNorm(nnx.Module):
-    """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
-
-    def __init__(self, build: Build) -> None:
-        """Declare the scale, which is replicated on every device."""
-        self.eps = build.config.norm_eps
-        self.scale = declare(build, (build.config.head_dim,), ones=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
 
 
 class Qwen3Layer(GatedLayer):

@@ -140,12 +140,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen2_5_vl": Variant(
         "qwen2_5_vl",
-        _QWEN2
-        | {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 3, 2]},
-        },
+        _QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 1]}},
         vision=_QWEN_VISION,
         seed=101,
     ),
@@ -239,11 +234,91 @@ VARIANTS: dict[str, Variant] = {
         max_shard_size="15KB",
         seed=109,
     ),
+    "ministral3_growth": Variant(
+        "ministral3",
+        _MISTRAL
+        | {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE_YARN
+            | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4},
+        },
+        seed=110,
+    ),
+    "ministral3_multimodal": Variant(
+        "mistral3",
+        _MISTRAL
+        | {
+            "model_type": "ministral3",
+            "head_dim": 8,
+            "sliding_window": 12,
+            "rope_parameters": _ROPE_YARN | {"llama_4_scaling_beta": 0.2},
+        },
+        "float16",
+        vision=_PIXTRAL,
+        seed=111,
+    ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(
         "olmo2",
         _OLMO2 | {"attention_bias": True, "tie_word_embeddings": True, "rope_parameters": _ROPE_YARN},
         seed=202,
+    ),
+    "glm4_bias": Variant(
+        "glm4",
+        _GQA
+        | {
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 3000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        seed=211,
+    ),
+    "glm4_yarn": Variant(
+        "glm4",
+        _GQA
+        | {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE_YARN | {"partial_rotary_factor": 0.5},
+        },
+        seed=212,
+    ),
+    "smollm3_nope": Variant(
+        "smollm3",
+        _GQA | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False},
+        seed=203,
+    ),
+    "smollm3_window": Variant(
+        "smollm3",
+        _GQA
+        | {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 12,
+        },
+        seed=204,
+    ),
+    "olmo3_window": Variant(
+        "olmo3",
+        _OLMO2
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 12,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": _ROPE_YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3000.0},
+            },
+        },
+        seed=205,
     ),
 }
 """Variants by name. Append new ones at the end, with a seed that no other has."""
@@ -261,12 +336,13 @@ def build(variant: Variant, seed: int) -> Any:
         maker = AutoModelForImageTextToText
     config = AutoConfig.for_model(variant.model_type, **options)
     model = maker.from_config(config, attn_implementation="eager")
+    center = 0.0 if variant.model_type.startswith("gemma") else 1.0  # Gemma's norms add one to the weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = name.endswith("weight") and parameter.ndim == 1
-            parameter.copy_(1.0 + 0.2 * noise if is_scale else 0.3 * noise)
+            parameter.copy_(center + 0.2 * noise if is_scale else 0.3 * noise)
             # Saved weights are rounded, and logits must be those of the rounded weights.
             parameter.copy_(parameter.to(getattr(torch, variant.save_dtype)).float())
     return model.eval()

@@ -369,6 +369,7 @@ def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> Non
         ("gpt2_untied", 4),
         ("phi3_short", 4),
         ("olmo2_bias", 2),
+        ("glm4_bias", 2),
     ],
 )
 def test_loads_onto_several_devices(variant: str, tp: int) -> None:

@@ -21,12 +21,16 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 10, 6  # three turns fill the 48 positions of a m
 PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 TINY_POOLS = {"gpu_pages": 6, "cpu_pages": 3}  # two conversations, and one
 LARGE_POOLS = {"gpu_pages": 16, "cpu_pages": 0}
-IN_SHORT = {
+IN_SHORT = {  # one of each family that no other test of the engine serves
     "olmo2_gqa",
     "phi3_long",
     "gpt2_tied",
     "granite_tied",
-}  # one of each family that no other test of the engine serves
+    "ministral3_growth",
+    "glm4_bias",
+    "smollm3_nope",
+    "olmo3_window",
+}
 
 
 def each(in_short: set[str]) -> list[object]:

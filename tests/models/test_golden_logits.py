@@ -17,6 +17,7 @@ IN_SHORT = {  # paged as well
     "phi3_long",
     "gpt2_tied",
     "granite_tied",
+    "ministral3_growth",
     "olmo2_bias",
     "opt_post_norm",
     "qwen3_gqa",

@@ -73,7 +73,19 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen2_tied", "qwen3_bias", "mistral_window", "olmo2_gqa", "phi3_long", "gpt2_tied", "granite_tied"],
+    [
+        "qwen2_tied",
+        "qwen3_bias",
+        "mistral_window",
+        "olmo2_gqa",
+        "phi3_long",
+        "gpt2_tied",
+        pytest.param("granite_tied", marks=pytest.mark.long),
+        pytest.param("ministral3_growth", marks=pytest.mark.long),
+        pytest.param("glm4_yarn", marks=pytest.mark.long),
+        pytest.param("smollm3_window", marks=pytest.mark.long),
+        pytest.param("olmo3_window", marks=pytest.mark.long),
+    ],
 )
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
     """A round trip keeps all of the config, onto one device and onto two."""

@@ -44,11 +44,15 @@ BILLIONS = {
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
+    "ministral3-8b": 8.49,
     "phi4": 14.66,
     "granite-8b": 8.171,
     "gpt2": 0.1244,
     "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
+    "glm4-9b": 9.40,
+    "smollm3-3b": 3.08,
+    "olmo3-7b": 7.30,
 }
 TINY = [
     "opt-tiny",
@@ -56,12 +60,17 @@ TINY = [
     "qwen2-tiny",
     "qwen3-tiny",
     "mistral-tiny",
+    "ministral3-tiny",
     "phi3-tiny",
     "granite-tiny",
     "gpt2-tiny",
     "olmo2-tiny",
+    "glm4-tiny",
+    "smollm3-tiny",
+    "olmo3-tiny",
 ]
-TINY += ["qwen3-window-tiny", "mistral-window-tiny"]
+WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
+TINY += WINDOWED
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
 RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
 

@@ -27,8 +27,12 @@ CONFIGS = {
     "mistral": preset("mistral-tiny", initial_norm_scale=1.0),
     "gpt2": preset("gpt2-tiny", initial_norm_scale=1.0),
     "granite": preset("granite-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "ministral3": preset("ministral3-tiny", initial_norm_scale=1.0),
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
+    "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
+    "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -62,8 +66,12 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "mistral": (2,),
                     "gpt2": (2,),
                     "granite": (2,),
+                    "ministral3": (2,),
                     "phi3": (2,),
                     "olmo2": (2,),
+                    "glm4": (2,),
+                    "smollm3": (2,),
+                    "olmo3": (2,),
                 }
             }.items()
         ),

@@ -61,5 +61,23 @@ def test_transposed_tensors_are_split_along_the_other_axis():
     np.testing.assert_array_equal(recipe.assemble(*parts), plain.assemble(*tensors))
 
 
+def test_adjacent_pairs_become_pairs_of_halves():
+    """The first elements of a query or key are put in the order of `rotate`; values keep theirs."""
+    dim, num = CONFIG.head_dim, CONFIG.head_dim // 2
+    recipes = {
+        n: attention_recipes(CONFIG, "o_proj", num_adjacent=n)["qkv.proj.kernel"] for n in (0, num, dim)
+    }
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in recipes[0].shapes]
+    plain, part, whole = (np.asarray(recipe.assemble(*tensors)) for recipe in recipes.values())
+    np.testing.assert_array_equal(part[:, :, -1], plain[:, :, -1])
+    np.testing.assert_array_equal(whole[:, :, -1], plain[:, :, -1])
+    for index in range(num // 2):
+        np.testing.assert_array_equal(part[:, :, :-1, index], plain[:, :, :-1, 2 * index])
+        np.testing.assert_array_equal(part[:, :, :-1, num // 2 + index], plain[:, :, :-1, 2 * index + 1])
+    np.testing.assert_array_equal(part[..., num:], plain[..., num:])
+    np.testing.assert_array_equal(whole[:, :, :-1, dim // 2 :], plain[:, :, :-1, 1::2])
+
+
 def test_biases_of_outputs_are_not_split():
     assert WHOLE["out.bias"].split_axis is None and WHOLE["mlp.down.bias"].split_axis is None

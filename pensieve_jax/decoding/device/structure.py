@@ -54,9 +54,9 @@ class ModelStructure:
             found = nnx.split(layer)[0]
             assert structures.setdefault(kind, found) == found, "layers differ in more than their kinds"
         arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
-        some = next(iter(arrays.values()))
+        mesh = next(iter(arrays.values())).sharding.mesh
         config = model.config.with_layers(layers)
-        short = abstract_model(config, dtype=some.dtype.name, mesh=some.sharding.mesh)
+        short = abstract_model(config, dtype=model.dtype.name, mesh=mesh)
         structure = cls.split(short, (_LAYERS,))[0]
         return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]
 
