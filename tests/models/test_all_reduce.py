@@ -17,6 +17,7 @@ from tests.models.helpers import dense_logits
 CONFIGS = {
     "llama_biases": preset("llama-tiny", attention_bias=True, mlp_bias=True),
     "llama_one_bias": preset("llama-tiny", attention_bias=True),
+    "experts": preset("qwen3_moe-tiny"),
     "opt": preset("opt-tiny"),
     "opt_post_norm": preset("opt-tiny", pre_norm=False, final_norm=False, word_embed_dim=32),
     "opt_not_affine": preset("opt-tiny", norm_affine=False),
@@ -25,6 +26,7 @@ CONFIGS = {
 IN_SHORT = {
     ("llama_one_bias", False),
     ("llama_biases", True),
+    ("experts", False),
     ("opt_post_norm", True),
     ("opt_not_affine", False),
 }

@@ -23,6 +23,7 @@ IN_SHORT = {  # paged as well
     "gemma2_window",
     "opt_post_norm",
     "qwen3_gqa",
+    "qwen3_moe_raw",
 }
 
 
