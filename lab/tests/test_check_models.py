@@ -12,7 +12,7 @@ from pensieve_jax import ConfigError
 from tests.launching import load
 
 check_models = load("check_models")
-VARIANTS = {"qwen2_tied": "qwen2", "qwen3_bias": "qwen3", "mistral_gqa": "mistral"}
+VARIANTS = {"qwen2_tied": "qwen2", "qwen3_bias": "qwen3", "mistral_short_window": "mistral"}
 
 
 @pytest.mark.long
