@@ -16,6 +16,7 @@ VARIANTS = {
     "qwen2_tied": "qwen2",
     "qwen3_bias": "qwen3",
     "mistral_gqa": "mistral",
+    "mistral_short_window": "mistral",
     "phi3_long": "phi3",
     "gpt2_tied": "gpt2",
     "granite_tied": "granite",
