@@ -31,6 +31,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
 from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.decoding.turn_spec import ModelLimits
+from pensieve_jax.device.kernel_choices import attention_choice
 from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.page_budget import MIN_PAGES, PagesDoNotFitError
@@ -158,7 +159,8 @@ def make_runner(
     model_config = model.config
     weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     given, machine = config.cache, _machine(mesh)
-    config = sized(config, machine, model_config, weights_dtype)
+    attention = attention_choice(model_config, config, weights_dtype, device, mesh.devices.size)
+    config = sized(config, machine, model_config, weights_dtype, attention.name)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
         given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)

@@ -24,7 +24,8 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.page_budget import MIN_PAGES, reserved_bytes, staging_bytes
-from pensieve_jax.device.step_programs import scratch_pages
+from pensieve_jax.device.step_programs import bucket_tile_spec
+from pensieve_jax.scheduler.buckets import token_buckets
 
 GPU_SHARE: Final = 0.9
 """Default of `cache.gpu_memory_fraction`."""
@@ -49,6 +50,7 @@ _STEP_BYTES = 128 * 2**20
 _CHOICE_BYTES = 20  # for a logit of a row to sample: scores, adjusted scores, sorted ones and their order
 _DECODED_PARTS_BYTES = 36 * 2**20  # of the tiles that read decoded pages: 128 rows for each of 528 parts
 _GPU_STEPS = 128
+_LARGEST_ATTENTION: Final = "pallas_mosaic_gpu"  # it decodes pages of 8 bits before it reads them
 
 
 class DeviceMemory(NamedTuple):
@@ -99,7 +101,13 @@ class _Needs(NamedTuple):
     staged_bytes: int
 
 
-def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp.dtype) -> EngineConfig:
+def sized(
+    config: EngineConfig,
+    machine: Machine,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    attention: str = _LARGEST_ATTENTION,
+) -> EngineConfig:
     """Return a copy of `config` with a number for each size that it leaves open or gives as bytes or a share.
 
     Args:
@@ -107,6 +115,7 @@ def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp
       machine: memory of the machine once the weights are loaded.
       model: the model.
       dtype: dtype of its weights.
+      attention: name of the attention back end; the default is the one that takes the most memory.
 
     Raises:
       ConfigError: not even two pages fit, a share exceeds what JAX may use, a device does not report its
@@ -118,8 +127,12 @@ def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp
     needs = _Needs(pages // num_devices, host, host // num_devices)
     config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), machine, needs)
     if cache.gpu_pages is None:
-        most = _cpu_pages if machine.is_cpu else _gpu_pages
-        config = config.with_gpu_pages(most(config, machine, model, needs))
+        if machine.is_cpu:
+            num_pages = _cpu_pages(config, machine, model, needs)
+        else:
+            num_bytes = step_bytes(config, model, dtype, num_devices, attention)
+            num_pages = _gpu_pages(config, machine, model, needs, num_bytes)
+        config = config.with_gpu_pages(num_pages)
         config = config.with_gpu_pages(most_byte_pages(model, config.cache, num_devices))
     return _with_num_running(config, model)
 
@@ -228,7 +241,9 @@ def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs
     return _floor_power(num_pages)
 
 
-def _gpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
+def _gpu_pages(
+    config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs, step_bytes: int
+) -> int:
     """Return the pages of each GPU; the one with the least memory to spare counts."""
     num_devices = len(machine.devices)
     beside = {
@@ -239,7 +254,7 @@ def _gpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs
         "counts of ids": counts_bytes(
             _most_running(config) if config.runner.penalties else 0, model.vocab_size
         ),
-        "steps": step_bytes(config, model, num_devices),
+        "steps": step_bytes,
     }
     least = min(_pages_of(one, config.cache, needs.page_bytes, beside) for one in machine.devices)
     return on_gpu_grid(min(least, _MAX_TOKENS // config.cache.chunk_tokens))
@@ -276,24 +291,37 @@ def _unreported(cache: CacheConfig, device: DeviceMemory) -> ConfigError:
     return ConfigError("cache.gpu_memory_fraction", cache.gpu_memory_fraction, limit, "give cache.gpu_pages")
 
 
-def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
+def step_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    num_devices: int,
+    attention: str = _LARGEST_ATTENTION,
+) -> int:
     """Return an upper estimate of a step's temporaries on each device, in bytes.
 
-    The start compares what XLA reports with the memory that is left.
+    The start compares what XLA reports with the memory that is left. See `sized` for the arguments.
     """
     num_tokens = config.scheduler.max_num_batched_tokens
     # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
     per_token = 8 * model.hidden_size + 4 * -(-model.intermediate_size // num_devices)
-    running = config.with_num_running(max(_most_running(config), 1)).scheduler
-    num_rows = min(running.sample_limit, num_tokens)
+    config = config.with_num_running(max(_most_running(config), 1))
+    num_rows = min(config.scheduler.sample_limit, num_tokens)
     num_bytes = _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
-    return num_bytes + _scratch_bytes(config, model, num_devices)
+    return num_bytes + _scratch_bytes(config, model, dtype, num_devices, attention)
 
 
-def _scratch_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
-    """Return the bytes of pages in 8 bits that one layer decodes, and of partial results over them."""
-    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
-    num_pages = scratch_pages(config, config.scheduler.max_num_batched_tokens, context_tokens)
+def _scratch_bytes(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, num_devices: int, attention: str
+) -> int:
+    """Return the bytes of pages in 8 bits that one layer decodes, and of partial results over them.
+
+    The largest step decodes the most pages, if the back end decodes any.
+    """
+    if config.cache.kv_dtype is None:
+        return 0
+    bucket = token_buckets(config.scheduler)[-1]
+    num_pages = bucket_tile_spec(model, config, dtype, attention, num_devices, bucket).scratch_pages
     page_elements = config.cache.chunk_tokens * 2 * -(-model.num_kv_heads // num_devices) * model.head_dim
     return 2 * num_pages * page_elements + (_DECODED_PARTS_BYTES if num_pages else 0)
 

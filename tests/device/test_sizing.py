@@ -317,7 +317,7 @@ def test_a_step_needs_room_for_the_choice_of_drafted_tokens():
     model, plain = preset("llama3-8b"), of(max_num_running=4)
     drafting = of(max_num_running=4, speculation="history")
     num_rows = bucket_layout(drafting, 512, context_tokens=4096).max_num_samples
-    more = step_bytes(drafting, model, 1) - step_bytes(plain, model, 1)
+    more = step_bytes(drafting, model, BFLOAT16, 1) - step_bytes(plain, model, BFLOAT16, 1)
     assert num_rows == 36
     assert more == 20 * (num_rows - 4) * model.vocab_size
 
