@@ -125,6 +125,7 @@ def sized(
     host = slot_bytes(model, cache, dtype)
     pages = chunk_bytes(model, cache.chunk_tokens, dtype, cache.kv_dtype)
     needs = _Needs(pages // num_devices, host, host // num_devices)
+    check_memory_is_known(config, machine)
     config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), machine, needs)
     if cache.gpu_pages is None:
         if machine.is_cpu:
@@ -135,6 +136,41 @@ def sized(
         config = config.with_gpu_pages(num_pages)
         config = config.with_gpu_pages(most_byte_pages(model, config.cache, num_devices))
     return _with_num_running(config, model)
+
+
+def check_memory_is_known(config: EngineConfig, machine: Machine) -> None:
+    """Raise ConfigError where `sized` cannot derive pages, whatever the model takes.
+
+    So a start fails before the model is loaded: a device does not report its memory, or a share exceeds what
+    JAX may use.
+    """
+    cache = config.cache
+    if cache.gpu_pages is not None:
+        return
+    if not machine.is_cpu:
+        for device in machine.devices:
+            _bytes_for_all(device, cache)
+    elif cache.gpu_memory_fraction is not None:
+        raise _unreported(cache, machine.devices[0])
+
+
+def with_fewer_pages(
+    config: EngineConfig, num_pages: int, model: ModelConfig, *, asked: EngineConfig, num_devices: int
+) -> EngineConfig:
+    """Return a copy of a sized `config` with `num_pages` pages at most, and the batch that they allow.
+
+    Args:
+      config: what `sized` returned.
+      num_pages: the most pages that fit.
+      model: the model.
+      asked: the configuration of the caller, whose `scheduler.max_num_running` may be left open.
+      num_devices: devices that share the model.
+    """
+    config = config.with_gpu_pages(on_gpu_grid(num_pages))
+    config = config.with_gpu_pages(most_byte_pages(model, config.cache, num_devices))
+    if asked.scheduler.max_num_running is not None:
+        return config
+    return _with_num_running(config.with_num_running(None), model)
 
 
 def default_host_bytes(config: EngineConfig, free_bytes: int | None, num_gpus: int) -> int:
@@ -219,8 +255,6 @@ def _default_cpu_host_bytes(config: EngineConfig, machine: Machine) -> int:
 
 def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
     """Return the pages of all CPU devices together, which share one memory."""
-    if config.cache.gpu_memory_fraction is not None:
-        raise _unreported(config.cache, machine.devices[0])
     chunk_tokens, all_bytes = config.cache.chunk_tokens, needs.page_bytes * len(machine.devices)
     num_tokens = max(_CPU_TOKENS, _CPU_CONTEXTS * model.max_position_embeddings)
     num_pages = -(-min(num_tokens, _MAX_TOKENS) // chunk_tokens)
@@ -260,7 +294,8 @@ def _gpu_pages(
     return on_gpu_grid(min(least, _MAX_TOKENS // config.cache.chunk_tokens))
 
 
-def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside: dict[str, int]) -> int:
+def _bytes_for_all(device: DeviceMemory, cache: CacheConfig) -> tuple[float, int]:
+    """Return the share of a GPU that an engine takes, and how many bytes these are, weights included."""
     fraction, limit_bytes = cache.gpu_memory_fraction, device.limit_bytes
     if limit_bytes is None:
         raise _unreported(cache, device)
@@ -273,7 +308,11 @@ def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside:
             "was used before"
         )
         raise ConfigError("cache.gpu_memory_fraction", fraction, limit, hint)
-    all_bytes = min(int(fraction * limit_bytes / device.jax_share), limit_bytes)
+    return fraction, min(int(fraction * limit_bytes / device.jax_share), limit_bytes)
+
+
+def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside: dict[str, int]) -> int:
+    fraction, all_bytes = _bytes_for_all(device, cache)
     num_pages = (all_bytes - device.used_bytes - sum(beside.values())) // page_bytes - 1
     if num_pages < MIN_PAGES:
         others = "".join(f", {name} {size:,}" for name, size in beside.items() if size)

@@ -27,6 +27,7 @@ from pensieve_jax.device.sizing import (
     sized,
     step_bytes,
     warn_of_short_context,
+    with_fewer_pages,
 )
 from pensieve_jax.scheduler import bucket_layout
 
@@ -332,3 +333,14 @@ def test_one_line_says_what_is_taken_and_what_it_holds():
     assert memory_in_words(few, storage(tiny, few, "cpu", 2)) == (
         "KV cache: 1.0 MiB on 2 CPUs (2,048 tokens), nothing in host memory"
     )
+
+
+def test_fewer_pages_in_8_bits_are_not_of_a_size_that_no_kernel_addresses():
+    model, machine = preset("llama2-13b"), h200s("llama2-13b")
+    asked = of(CacheConfig(kv_dtype="int8", cpu_pages=0))
+    config = sized(asked, machine, model, BFLOAT16)
+    page_bytes = chunk_bytes(model, 32, BFLOAT16, "int8") // model.num_layers
+    num_pages = 3 * 2**30 // page_bytes
+    fewer = with_fewer_pages(config, num_pages, model, asked=asked, num_devices=1)
+    assert fewer.cache.gpu_pages * page_bytes < 2**31 < num_pages * page_bytes
+    assert fewer.scheduler.max_num_running <= config.scheduler.max_num_running
