@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,3 +206,39 @@ def test_the_tails_of_other_branches() -> None:
     assert branches.tails_beside(branch, 9) == [first[:9]]
     (other,) = [one for one in branches.at("ann", root) if one is not branch]
     assert branches.tails_beside(other, 1000) == [second]
+
+
+def test_the_most_recent_branches_are_found_at_the_same_cost_beside_many() -> None:
+    """Eight siblings, by their last activity: its beginning and its end both count."""
+    harness = Harness()
+    trees = Forest(harness)
+
+    def answered(parent: str | None, seed: int) -> str:
+        harness.clock.advance(1.0)
+        return trees.turn(parent, 3, seed=seed, owner="ann", max_tokens=2)
+
+    root = answered(None, 1)
+    tips = [answered(root, 2)]
+    counts: list[int] = []
+    branches = harness.engine.conversations.branches
+    for num in (20, 60):
+        while len(tips) < num:
+            tips.append(answered(root, 10 + len(tips)))
+        tips.append(answered(tips.pop(3), 1000 + num))  # an old branch goes on
+        (branch,) = branches.at("ann", tips[0])
+        calls = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            tails = branches.tails_beside(branch, 10_000)
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+        expected = [branches.at("ann", tip)[0] for tip in reversed(tips[-8:])]
+        num_root = branches.at("ann", root)[0].path[root].num_shared
+        assert tails == [one.conversation.token_ids[num_root:] for one in expected]
+    assert counts[0] == counts[1]
