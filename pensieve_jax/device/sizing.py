@@ -25,6 +25,7 @@ from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.page_budget import MIN_PAGES, reserved_bytes, staging_bytes
 from pensieve_jax.device.step_programs import bucket_tile_spec
+from pensieve_jax.engine.drafting import index_bytes
 from pensieve_jax.scheduler.buckets import token_buckets
 
 GPU_SHARE: Final = 0.9
@@ -126,7 +127,8 @@ def sized(
     pages = chunk_bytes(model, cache.chunk_tokens, dtype, cache.kv_dtype)
     needs = _Needs(pages // num_devices, host, host // num_devices)
     check_memory_is_known(config, machine)
-    config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), machine, needs)
+    left = machine._replace(free_bytes=_free_beside_indexes(config, machine.free_bytes, model))
+    config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), left, needs)
     if cache.gpu_pages is None:
         if machine.is_cpu:
             num_pages = _cpu_pages(config, machine, model, needs)
@@ -237,6 +239,15 @@ def _with_host_tier(config: EngineConfig, machine: Machine, needs: _Needs) -> En
     num_chunks = num_bytes // needs.slot_bytes
     num_slots = max(num_chunks - config.runner.max_num_staged_pages, num_chunks // 2)
     return config.with_cpu_slots(min(num_slots, _MAX_TOKENS // cache.chunk_tokens))
+
+
+def _free_beside_indexes(config: EngineConfig, free_bytes: int | None, model: ModelConfig) -> int | None:
+    """Return what is free on the host beside the indexes of drafts of all engines; None if unknown."""
+    if free_bytes is None or not config.scheduler.draft_limit:
+        return free_bytes
+    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
+    num_bytes = config.cache.engines_on_host * index_bytes(_most_running(config), context_tokens)
+    return max(free_bytes - num_bytes, 0)
 
 
 def _part_of_host(num_bytes: int | None, config: EngineConfig) -> int | None:

@@ -29,6 +29,7 @@ from pensieve_jax.device.sizing import (
     warn_of_short_context,
     with_fewer_pages,
 )
+from pensieve_jax.engine.drafting import index_bytes
 from pensieve_jax.scheduler import bucket_layout
 
 ROOT = Path(__file__).parents[2]
@@ -344,3 +345,20 @@ def test_fewer_pages_in_8_bits_are_not_of_a_size_that_no_kernel_addresses():
     fewer = with_fewer_pages(config, num_pages, model, asked=asked, num_devices=1)
     assert fewer.cache.gpu_pages * page_bytes < 2**31 < num_pages * page_bytes
     assert fewer.scheduler.max_num_running <= config.scheduler.max_num_running
+
+
+@pytest.mark.parametrize("machine", ["h200s", "laptop"])
+def test_default_host_memory_leaves_room_for_the_indexes_of_drafts(machine):
+    """Half of what is free is the host tier of GPUs, and an eighth of the memory that of a CPU."""
+    model, dtype = preset("llama2-13b-gqa10"), BFLOAT16
+    found = gpus(H200_BYTES, 27 * 10**9, free_bytes=10 * GIB)
+    if machine == "laptop":
+        found, model, dtype = cpu(64 * GIB, 2 * GIB), preset("llama-tiny"), FLOAT32
+    plain = sized(of(), found, model, dtype)
+    drafting = sized(of(speculation="history"), found, model, dtype)
+    slot = slot_bytes(model, plain.cache, dtype)
+    less = (plain.cache.cpu_pages - drafting.cache.cpu_pages) * slot
+    num_bytes = index_bytes(drafting.scheduler.running_limit, model.max_position_embeddings)
+    share = 0.25 if machine == "laptop" else 0.5
+    assert less == pytest.approx(share * num_bytes, abs=3 * slot)
+    assert num_bytes > 3 * slot

@@ -108,7 +108,7 @@ def test_drafts_beside_masks_biases_and_early_ends_change_no_token() -> None:
 
 
 def test_accepted_tokens_are_those_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a draft has behind the end of a reply holds as well, and is no token of the reply."""
+    """What a draft has behind the end of a reply holds as well, but does not belong to the reply."""
     num_behind = 0
     for seed in range(30):
         plant_oracle(monkeypatch, FakeBench(), seed)

@@ -279,7 +279,7 @@ PIPE = '[5" pipe]'
     ],
 )
 def test_an_argument_that_only_begins_like_json_ends_at_its_tag(behind, arguments, has_ended, content):
-    """On one line no line break shows that the string is none. The end of the reply does."""
+    """On one line no line break shows that it is text. The end of the reply does."""
     reply = f"<tool_call><function=f><parameter=p>{PIPE}</parameter>{behind}"
     schemas = {"f": {"properties": {"p": {"type": "array"}, "q": {"type": "integer"}}}}
     for pieces in ([reply], list(reply)):
