@@ -100,8 +100,11 @@ class StepTime:
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
             heat = float(self.is_heating(bucket))
-        dense_and_rest_s = self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket]
-        return dense_and_rest_s + self._attention_s(load, bucket)
+        return self.dense_and_rest_s(bucket, heat) + self.attention_s(load, bucket)
+
+    def dense_and_rest_s(self, bucket: int, heat: float) -> float:
+        """Return the time of all but attention, which depends on padded tokens and heat alone."""
+        return self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket]
 
     def is_heating(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
@@ -127,7 +130,8 @@ class StepTime:
         dense_s: float = (read_s**power + compute_s**power) ** (1 / power)
         return dense_s + costs.step_s + costs.padded_token_s * num_tokens
 
-    def _attention_s(self, load: StepLoad, bucket: int) -> float:
+    def attention_s(self, load: StepLoad, bucket: int) -> float:
+        """Return the time of attention of a step with `bucket` padded tokens."""
         costs = self._costs
         if costs.tiles is not None:
             return self._tiled_attention_s(load, bucket, costs.tiles)

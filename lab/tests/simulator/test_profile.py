@@ -49,8 +49,8 @@ def test_reproduces_the_parts_of_a_step():
     time = StepTime(H200.step, (128, 2048))
     decode, prompt = load_of([(128, 1, 1024)]), load_of([(1, 2048, 2048)])
     for load, attention_s, others_s in ((decode, 6.76e-3, 7.36e-3), (prompt, 4.31e-3, 71.1e-3)):
-        assert time._attention_s(load, 2048) == pytest.approx(attention_s, rel=0.05)
-        assert time.seconds(load) - time._attention_s(load, 2048) == pytest.approx(others_s, rel=0.12), (
+        assert time.attention_s(load, 2048) == pytest.approx(attention_s, rel=0.05)
+        assert time.seconds(load) - time.attention_s(load, 2048) == pytest.approx(others_s, rel=0.12), (
             "served: longer than bare"
         )
 
