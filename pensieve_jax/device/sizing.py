@@ -18,13 +18,14 @@ from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 
-from model_defs.config import ModelConfig
+from model_defs.config import ExpertsConfig, ModelConfig
+from pallas_kernels.grouped_matmul import GroupSpec, block_rows
 from pensieve_jax.config import MAX_NUM_RUNNING, CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.page_budget import MIN_PAGES, reserved_bytes, staging_bytes
-from pensieve_jax.device.step_programs import bucket_tile_spec
+from pensieve_jax.device.step_programs import specs_of_bucket
 from pensieve_jax.engine.drafting import index_bytes
 from pensieve_jax.scheduler.buckets import token_buckets
 
@@ -354,11 +355,21 @@ def step_bytes(
     """
     num_tokens = config.scheduler.max_num_batched_tokens
     # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
-    per_token = 8 * model.hidden_size + 4 * -(-model.intermediate_size // num_devices)
+    mlp_bytes = num_tokens * 4 * -(-model.intermediate_size // num_devices)
+    if model.experts is not None:
+        mlp_bytes = max(mlp_bytes, _expert_bytes(model.experts, model.hidden_size, num_tokens, num_devices))
     config = config.with_num_running(max(_most_running(config), 1))
     num_rows = min(config.scheduler.sample_limit, num_tokens)
-    num_bytes = _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
+    stream_bytes = num_tokens * 8 * model.hidden_size
+    num_bytes = _STEP_BYTES + stream_bytes + mlp_bytes + _CHOICE_BYTES * num_rows * model.vocab_size
     return num_bytes + _scratch_bytes(config, model, dtype, num_devices, attention)
+
+
+def _expert_bytes(experts: ExpertsConfig, hidden_size: int, num_tokens: int, num_devices: int) -> int:
+    """Return the bytes of the rows of all chosen experts: inputs, results and what is between, in 16 bits."""
+    rows = block_rows(num_tokens * experts.num_chosen, experts.num_experts)
+    spec = GroupSpec(num_tokens, experts.num_chosen, experts.num_experts, rows)
+    return 2 * spec.num_rows * (2 * hidden_size + -(-experts.width // num_devices))
 
 
 def _scratch_bytes(
@@ -371,7 +382,8 @@ def _scratch_bytes(
     if config.cache.kv_dtype is None:
         return 0
     bucket = token_buckets(config.scheduler)[-1]
-    num_pages = bucket_tile_spec(model, config, dtype, attention, num_devices, bucket).scratch_pages
+    specs = specs_of_bucket(model, config, dtype, attention, num_devices, bucket)
+    num_pages = max(spec.scratch_pages for spec in specs)
     page_elements = config.cache.chunk_tokens * 2 * -(-model.num_kv_heads // num_devices) * model.head_dim
     return 2 * num_pages * page_elements + (_DECODED_PARTS_BYTES if num_pages else 0)
 

@@ -89,14 +89,15 @@ class TileCosts:
     decodes_pages: bool
     in_bytes: bool = False
 
-    def seconds(self, rows: Sequence[tuple[int, int]], bucket: int) -> float:
+    def seconds(self, rows: Sequence[tuple[int, int]], bucket: int, window: int | None = None) -> float:
         """Return the time of all layers for rows of (query tokens, context tokens at their end).
 
         Args:
           rows: rows of more than one query token.
           bucket: padded tokens of the step.
+          window: that of all layers.
         """
-        launches, num_decoded = _divide(self, tuple(rows), max(bucket, _LEAST_BUCKET))
+        launches, num_decoded = _divide(self, tuple(rows), max(bucket, _LEAST_BUCKET), window)
         found = sum([self._launch_seconds(launch) for launch in launches])
         if num_decoded:
             found += self.decode_s + self.decode_token_s * num_decoded * _PAGE_TOKENS
@@ -148,7 +149,9 @@ def _classes(sizes: TileCosts, bucket: int) -> BlockSizes:
 
 
 @functools.lru_cache(maxsize=256)
-def _divide(sizes: TileCosts, rows: tuple[tuple[int, int], ...], bucket: int) -> tuple[list[_Launch], int]:
+def _divide(
+    sizes: TileCosts, rows: tuple[tuple[int, int], ...], bucket: int, window: int | None
+) -> tuple[list[_Launch], int]:
     """Return the launches that have tiles, and how many pages are decoded first."""
     from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles
     from pallas_kernels.ragged_paged_attention.tile_lists import KV_BEGIN, KV_END, SLOT
@@ -169,6 +172,7 @@ def _divide(sizes: TileCosts, rows: tuple[tuple[int, int], ...], bucket: int) ->
         blocks=blocks,
         kv_dtype="int8" if sizes.in_bytes else None,
         scratch_pages=int(num_pages.sum()) if has_scratch else 0,
+        window=window,
     )
     pages = np.zeros((len(rows), int(num_pages.max())), np.int32)
     pages[np.arange(num_pages.max()) < num_pages[:, None]] = np.arange(num_pages.sum(), dtype=np.int32)
