@@ -10,6 +10,7 @@ import abc
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from model_defs.attention import Attention
@@ -74,4 +75,14 @@ class Decoder(nnx.Module):
         self, hidden: Annotated[jax.Array, "f32[S, hidden_size]"]
     ) -> Annotated[jax.Array, "f32[S, vocab_size]"]:
         """Map rows [S, hidden_size] of the normed output to logits f32[S, vocab_size]."""
-        return (self.embed if self.head is None else self.head).logits(hidden)
+        scores = (self.embed if self.head is None else self.head).logits(hidden)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if scale != 1.0:
+            scores = scores * scale
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype that the model runs in: that of its token table. Some norms have scales in float32."""
+        table: Any = self.embed.table.get_value()
+        return jnp.dtype(table.dtype)

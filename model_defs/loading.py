@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from model_defs.config import MODEL_CONFIG_FILE, ModelConfig
 from model_defs.errors import CheckpointError, UnsupportedModelError
-from model_defs.hf_config import saved_config
+from model_defs.hf_config import load_config
 from model_defs.hf_weights import hf_filler
+from model_defs.multimodal import text_tensors
 from model_defs.orbax_store import restore_parameters
 from model_defs.parameters import Progress, fill_parameters, named_parameters
+from model_defs.quantized import read_format
 from model_defs.random_weights import random_filler
 from model_defs.registry import Model, abstract_model, family, preset
 from model_defs.safetensors_reader import open_checkpoint
@@ -25,8 +27,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
     """Return the config of `source` without loading weights, with the given context length, if any.
 
     A context longer than a learned position table raises UnsupportedModelError, except for random
-    weights, whose table grows; so does one longer than a sliding window. Raises CheckpointError if `source`
-    is not a model directory.
+    weights, whose table grows. Raises CheckpointError if `source` is not a model directory.
     """
     name = str(source)
     if name.startswith(RANDOM_PREFIX):
@@ -34,7 +35,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
     else:
         if not Path(source).is_dir():
             raise CheckpointError(f"{name!r} is neither a directory nor random:<preset>")
-        config = saved_config(source)
+        config = load_config(source)
     wanted = max_position_embeddings or config.max_position_embeddings
     has_table = family(config.architecture).has_position_table and not name.startswith(RANDOM_PREFIX)
     if has_table and wanted > config.max_position_embeddings:
@@ -57,7 +58,8 @@ def load_model(
     """Build the model of `source` with its weights on `mesh`.
 
     source: "random:<preset>" (seeded by `seed`), an Orbax directory of convert_checkpoint, or a Hugging
-    Face directory of safetensors. dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
+    Face directory of safetensors, whose quantized weights become plain ones.
+    dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
     progress: called as `progress(num_done, num_total, parameter_name)`.
     Raises UnsupportedModelError, CheckpointError or ShardingError.
     """
@@ -68,9 +70,10 @@ def load_model(
     elif (Path(source) / MODEL_CONFIG_FILE).is_file():
         restore_parameters(model, Path(source), progress)
     else:
-        names = [name for name, _ in named_parameters(model)]
+        root, names = Path(source), [name for name, _ in named_parameters(model)]
         # The checkpoint is checked against its own config: ours may have a shorter position table.
-        filler = hf_filler(open_checkpoint(Path(source)), saved_config(source), names)
+        entries = text_tensors(open_checkpoint(root), root)
+        filler = hf_filler(entries, load_config(root), names, read_format(root))
         fill_parameters(model, filler, progress)
     return model
 

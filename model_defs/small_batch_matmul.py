@@ -36,7 +36,7 @@ def multiplying_by(backend: str) -> Iterator[None]:
 
 
 def product(
-    num_rows: int, shape: tuple[int, ...], num_in_dims: int, dtype: Any, *, gated: bool = False
+    num_rows: int, shape: tuple[int, ...], num_in_dims: int, dtype: Any, *, gate: str | None = None
 ) -> Product | None:
     """Return the product of x [num_rows, *in_shape] with [*in_shape, *out_shape] on one device.
 
@@ -45,16 +45,19 @@ def product(
       shape: shape of the weights, or of each device's part of them.
       num_in_dims: number of dimensions of `shape` that are summed over.
       dtype: dtype of x and the weights.
-      gated: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is SwiGLU's.
+      gate: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is up times this function
+        of the gate; None for a plain product.
 
     Returns:
       A function of x, the weights, a bias [*out_shape] or None, and `relu`, which clips at 0. A gated product
-      has neither bias nor relu. None if the kernel does not support the shape, or XLA is chosen.
+      has neither bias nor relu. None if the kernel does not support the shape or the gate, or XLA is chosen.
     """
-    backend = _backend.get()
+    backend, gated = _backend.get(), gate is not None
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]
     width = math.prod(out_shape) // (1 + gated)
-    if backend == XLA or not decode_matmul.supports(num_rows, depth, width, gated=gated, dtype=dtype):
+    if backend == XLA or gate not in (None, *decode_matmul.GATES):
+        return None
+    if not decode_matmul.supports(num_rows, depth, width, gated=gated, dtype=dtype):
         return None
 
     def run(
@@ -62,7 +65,9 @@ def product(
     ) -> jax.Array:
         x, kernel = x.reshape(num_rows, depth), kernel.reshape(depth, -1)
         bias = None if bias is None else bias.reshape(-1)
-        y = decode_matmul.decode_matmul(x, kernel, bias, gated=gated, relu=relu, backend=backend)
+        y = decode_matmul.decode_matmul(
+            x, kernel, bias, gated=gated, activation=gate or "silu", relu=relu, backend=backend
+        )
         return y if gated else y.reshape(num_rows, *out_shape)
 
     return run

@@ -11,17 +11,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from model_defs import ModelConfig, make_mesh, model_fingerprint, num_layer_parameters, source_config
+from model_defs import (
+    LayerKind,
+    ModelConfig,
+    make_mesh,
+    model_fingerprint,
+    num_layer_parameters,
+    source_config,
+)
 from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
 from pensieve_jax.cache.order.cost import CostSubject
@@ -156,9 +163,8 @@ def make_runner(
         progress=progress,
     )
     model_config = model.config
-    weights_dtype = jax.tree.leaves(nnx.state(model))[0].dtype
     given, machine = config.cache, _machine(mesh)
-    config = sized(config, machine, model_config, weights_dtype)
+    config = sized(config, machine, model_config, model.dtype)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
         given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)
@@ -266,7 +272,22 @@ def cost_subject(
         device=jax.devices()[0].device_kind,
         tensor_parallel_size=tensor_parallel_size,
         chunk_tokens=chunk_tokens,
+        layers=_layers_by_cost(model),
     )
+
+
+def _layers_by_cost(model: ModelConfig) -> str:
+    """Return `CostSubject.layers`. Kinds that cost the same, such as other rotations, are not told apart."""
+    found, experts = model.experts, ""
+    if found is not None:
+        experts = f" moe {found.num_chosen} of {found.num_experts} x {found.width}"
+    names = Counter(
+        ("full" if kind.window is None else f"window {kind.window}") + experts * (kind.mlp == "moe")
+        for kind in model.layer_kinds or (LayerKind(),)
+    )
+    if len(names) == 1:
+        return next(iter(names))
+    return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
 
 
 def _subject(model: ModelConfig, config: EngineConfig, dtype: str) -> CostSubject:
@@ -336,8 +357,11 @@ def _log_costs(costs: CostChoice, config: EngineConfig) -> None:
 
 def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:
     """Return the analytic cost model, from the layers' weights and heads."""
+    num_layers = Counter(kind.window for kind in model.kinds)
+    width = model.num_heads * model.head_dim
     return AnalyticCostModel(
         chunk_tokens,
         num_weights=num_layer_parameters(model),
-        attention_width=model.num_layers * model.num_heads * model.head_dim,
+        attention_width=num_layers[None] * width,
+        windows=tuple((window, num_layers[window] * width) for window in model.windows if window is not None),
     )

@@ -103,14 +103,14 @@ NOT_THE_DEFAULTS = {
     SchedulerConfig: {
         **{"max_num_running": 9, "max_num_batched_tokens": 640, "max_num_rows": 11, "prompt_steps": 8},
         **{"speculation": "history", "max_draft_tokens": 5},
-        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "work_left"},
+        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "arrival"},
         "target_tpot_ms": 21.5,
     },
     RunnerConfig: {
         **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},
         **{"max_num_staged_pages": 5, "max_logprobs": 2, "max_banned_ids": 4, "random_seed": 6},
         **{"max_position_embeddings": 512, "compilation_cache_dir": "compiled", "all_reduce": "jax_triton"},
-        **{"decode_matmul": "xla", "penalties": False},
+        **{"decode_matmul": "xla", "expert_matmul": "xla", "penalties": False},
     },
 }
 
