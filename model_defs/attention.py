@@ -58,7 +58,7 @@ def attention_options(config: ModelConfig, kind: LayerKind) -> AttentionOptions:
 
 def refuse_features(config: ModelConfig, by: str) -> None:
     """Raise UnsupportedModelError if the attention of some layer is not plain, for code that has no other."""
-    for kind in config.kinds:
+    for kind in sorted(config.kinds, key=lambda kind: kind.window or config.max_position_embeddings):
         refuse_options(attention_options(config, kind), config.has_sinks, by)
 
 
@@ -67,7 +67,8 @@ def refuse_options(options: AttentionOptions, has_sinks: bool, by: str) -> None:
     found = [f"{name}={value!r}" for name, value in dataclasses.asdict(options).items() if value is not None]
     found += ["sinks"] * has_sinks
     if found:
-        raise UnsupportedModelError(f"attention with {', '.join(found)} is not supported by {by}")
+        hint = "" if options.window is None else f"; set max_position_embeddings to at most {options.window}"
+        raise UnsupportedModelError(f"attention with {', '.join(found)} is not supported by {by}{hint}")
 
 
 class Attention(Protocol):

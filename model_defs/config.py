@@ -77,7 +77,8 @@ class RopeConfig:
     (yarn, longrope; 1 for other kinds). `rotary_fraction` is the part of a head, from its first element, that
     is rotated (every kind). Longrope divides each frequency by a factor: by one of `short_factors` if the
     context is at most `original_max_positions`, or else of `long_factors`. The context is the served one
-    (`in_context`), not that of a sequence.
+    (`in_context`), not that of a sequence. With `query_growth` b, queries at position p are multiplied by
+    1 + b * log(1 + floor(p / original_max_positions)).
     """
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
@@ -93,6 +94,7 @@ class RopeConfig:
     rotary_fraction: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_growth: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that give no valid frequencies."""
@@ -111,6 +113,9 @@ class RopeConfig:
                 raise UnsupportedModelError(
                     f"rope.{field.name}={getattr(self, field.name)!r} must be above 0"
                 )
+        _check_positive("rope.query_growth", self.query_growth)
+        if self.query_growth and not original:
+            raise UnsupportedModelError("rope.original_max_positions=0 must be above 0 with a query_growth")
         if self.rotary_fraction > 1:
             raise UnsupportedModelError(f"rope.rotary_fraction={self.rotary_fraction} must be at most 1")
 

@@ -55,5 +55,5 @@ class Family:
 
     @property
     def hf_model_type(self) -> str:
-        """The `model_type` in config.json."""
+        """Name of the family in config.json, as `model_type`."""
         return self.model_type or self.name

@@ -14,6 +14,7 @@ from typing import Any
 
 from model_defs.config import MODEL_CONFIG_FILE, ExpertsConfig, LayerKind, ModelConfig, RopeConfig, read_saved
 from model_defs.loading import RANDOM_PREFIX
+from model_defs.quantized import read_format
 from model_defs.safetensors_reader import open_checkpoint
 
 _SAMPLE_BYTES = 64
@@ -107,6 +108,8 @@ def weights_digest(source: str | Path, *, seed: int = 0) -> str:
     Two fine-tuned versions of a model differ if the first bytes of any tensor differ. Training a whole tensor
     changes them. A version that only trained later rows of a table (added tokens) equals its base model.
     The hashed data must not change, since histories and converted directories store the result.
+    For quantized tensors, which are hashed as they are stored, the format and its options follow the hash. So
+    equal codes in another form, and the same model unquantized, are other models.
     """
     if str(source).startswith(RANDOM_PREFIX):
         return f"{source}#{seed}"
@@ -122,4 +125,5 @@ def weights_digest(source: str | Path, *, seed: int = 0) -> str:
         digest.update(repr(place).encode())
         if entry.num_bytes:
             digest.update(entry.read_bytes(min(_SAMPLE_BYTES, entry.num_bytes)).tobytes())
-    return digest.hexdigest()
+    quantized = read_format(root)
+    return digest.hexdigest() + ("" if quantized is None else f":{quantized.digest()}")

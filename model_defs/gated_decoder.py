@@ -16,7 +16,7 @@ from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
 from model_defs.experts import ExpertMLP
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, Norm, RMSNorm, declare
-from model_defs.rope import Rotation, cos_sin, inverse_frequencies, rotate
+from model_defs.rope import Rotation, rotate, rotation
 from model_defs.sharding import TENSOR_AXIS
 
 MakeNorm = Callable[[Build], Norm]
@@ -86,7 +86,7 @@ class GatedBlocks(nnx.Module):
         """Map the attention block's input [T, hidden_size] to its output, of the same shape."""
         q, k, v = self.project(x)
         if rotation is not None:
-            q, k = rotate(q, *rotation), rotate(k, *rotation)
+            q, k = rotate(q, *rotation.queries), rotate(k, *rotation.keys)
         sinks = None if self.sinks is None else self.sinks[...]
         return self.out.deferred(attention(layer_index, q, k, v, options=self.options, sinks=sinks))
 
@@ -171,9 +171,9 @@ class GatedDecoder(Decoder):
         return x if y is None else x + finish_sum(y)
 
     def _rotation(self, positions: jax.Array, rope: RopeConfig) -> Rotation:
-        """Return cos and sin of one rotary embedding, which its layers share."""
+        """Return the rotation by one rotary embedding, which its layers share."""
         served = rope.in_context(self.config.max_position_embeddings)
-        return cos_sin(positions, inverse_frequencies(served, self.config.head_dim), rope.attention_factor)
+        return rotation(positions, served, self.config.head_dim)
 
     def normalize(self, x: jax.Array) -> jax.Array:
         return self.final_norm(x)

@@ -14,7 +14,8 @@ from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import written_common_fields
 from model_defs.multimodal import MULTIMODAL, text_half
-from model_defs.other_formats import refuse_other_formats, refuse_quantized
+from model_defs.other_formats import refuse_other_formats
+from model_defs.quantized import parse_format, read_format
 from model_defs.registry import FAMILIES, family
 
 _OF_RANDOM_WEIGHTS = ("initializer_range", "initial_norm_scale")
@@ -30,6 +31,7 @@ def load_config(directory: str | Path, max_position_embeddings: int | None = Non
     if (root / MODEL_CONFIG_FILE).is_file():
         return _saved_config(root).with_context(max_position_embeddings)
     refuse_other_formats(root)
+    read_format(root)  # raises for a quantized format that is not supported
     generation = root / "generation_config.json"
     values = read_json(generation) if generation.is_file() else None
     return parse_hf_config(read_json(root / "config.json"), values).with_context(max_position_embeddings)
@@ -56,7 +58,7 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
     """
     half = text_half(values)
     found = _family(half)
-    refuse_quantized(values)
+    parse_format(values)  # raises for a quantized format that is not supported
     return found.parse(half, generation)
 
 

@@ -1,7 +1,7 @@
 """Reader and writer of the options that say which layers of a model have a window.
 
-Owns `layer_types`, and the pattern that stands for it if it is missing: all layers but every so many have the
-window. What else differs between the two types, such as rotary positions, is the family's.
+Owns `layer_types`, and the pattern that replaces a missing one: in each period of layers, all but the last
+have the window. What else differs between the two types, such as rotary positions, is the family's.
 """
 
 from typing import Any

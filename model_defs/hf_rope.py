@@ -13,6 +13,7 @@ from model_defs.errors import UnsupportedModelError
 from model_defs.hf_options import boolean, integer, number, section
 
 _ORIGINAL = "original_max_position_embeddings"
+_GROWTH = "llama_4_scaling_beta"
 
 
 def parse_rope(
@@ -119,6 +120,18 @@ def parse_ropes_by_type(
     return full, sliding
 
 
+def parse_growing_rope(values: dict[str, Any], max_positions: int) -> RopeConfig:
+    """Read YaRN of a family whose queries grow with positions (`llama_4_scaling_beta`).
+
+    Raises UnsupportedModelError, which names the option.
+    """
+    rope = parse_rope(values, max_positions)
+    if rope.kind != "yarn":
+        raise UnsupportedModelError(f"rope_type={rope.kind!r} is not supported in this family; 'yarn' is")
+    found, _ = _section(values, rope.theta)
+    return dataclasses.replace(rope, query_growth=_number(found, _GROWTH))
+
+
 def _section(values: dict[str, Any], theta_default: float = 10000.0) -> tuple[dict[str, Any], float]:
     """Return the rope section of either version, and theta.
 
@@ -164,6 +177,8 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind != "linear":
         section["original_max_position_embeddings"] = rope.original_max_positions
     section |= {name: getattr(rope, name) for name in names[rope.kind]}
+    if rope.query_growth is not None:
+        section[_GROWTH] = rope.query_growth
     if not rope.truncate:  # written only if needed, since older versions warn about it
         section["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": section}

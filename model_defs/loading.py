@@ -15,6 +15,7 @@ from model_defs.hf_weights import hf_filler
 from model_defs.multimodal import text_tensors
 from model_defs.orbax_store import restore_parameters
 from model_defs.parameters import Progress, fill_parameters, named_parameters
+from model_defs.quantized import read_format
 from model_defs.random_weights import random_filler
 from model_defs.registry import Model, abstract_model, family, preset
 from model_defs.safetensors_reader import open_checkpoint
@@ -57,7 +58,8 @@ def load_model(
     """Build the model of `source` with its weights on `mesh`.
 
     source: "random:<preset>" (seeded by `seed`), an Orbax directory of convert_checkpoint, or a Hugging
-    Face directory of safetensors. dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
+    Face directory of safetensors, whose quantized weights become plain ones.
+    dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
     progress: called as `progress(num_done, num_total, parameter_name)`.
     Raises UnsupportedModelError, CheckpointError or ShardingError.
     """
@@ -68,10 +70,10 @@ def load_model(
     elif (Path(source) / MODEL_CONFIG_FILE).is_file():
         restore_parameters(model, Path(source), progress)
     else:
-        names = [name for name, _ in named_parameters(model)]
+        root, names = Path(source), [name for name, _ in named_parameters(model)]
         # The checkpoint is checked against its own config: ours may have a shorter position table.
-        entries = text_tensors(open_checkpoint(Path(source)), Path(source))
-        filler = hf_filler(entries, load_config(source), names)
+        entries = text_tensors(open_checkpoint(root), root)
+        filler = hf_filler(entries, load_config(root), names, read_format(root))
         fill_parameters(model, filler, progress)
     return model
 

@@ -30,6 +30,7 @@ class Multimodal:
       left_out: beginnings of the names of tensors that belong to images, behind an optional "model.".
       defaults: defaults of transformers for missing options of the text half that differ from the family's.
       may_be_flat: whether older files have the text half's options beside `vision_config`.
+      others: `model_type` of plain models by that of other text halves.
       has_sections: whether rotary positions are in sections, which are equal for text.
     """
 
@@ -40,6 +41,7 @@ class Multimodal:
     left_out: tuple[str, ...]
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     may_be_flat: bool = False
+    others: dict[str, str] = dataclasses.field(default_factory=dict)
     has_sections: bool = False
 
 
@@ -86,6 +88,14 @@ MULTIMODAL: dict[str, Multimodal] = {
             family="mistral",
             text_type="mistral",
             left_out=("vision_tower.", "multi_modal_projector."),
+            others={"ministral3": "ministral3"},
+        ),
+        Multimodal(
+            name="gemma3",
+            hf_architecture="Gemma3ForConditionalGeneration",
+            family="gemma3_text",
+            text_type="gemma3_text",
+            left_out=("vision_tower.", "multi_modal_projector."),
         ),
     )
 }
@@ -105,11 +115,12 @@ def text_half(values: dict[str, Any]) -> dict[str, Any]:
     text = values if is_flat else text
     if not isinstance(text, dict):
         raise UnsupportedModelError(f"config.json: text_config={text!r} must be an object")
-    found = text.get("model_type")
-    if not is_flat and found not in (None, row.text_type):
+    found = row.text_type if is_flat else text.get("model_type") or row.text_type
+    families = {row.text_type: row.family} | row.others
+    if found not in families:
         raise UnsupportedModelError(
             f"config.json: text_config has model_type={found!r}, which is not supported in "
-            f"{row.hf_architecture}; {row.text_type!r} is"
+            f"{row.hf_architecture}; one of {', '.join(map(repr, families))} is"
         )
     outer = {name: values[name] for name in _OUTER if values.get(name) is not None}
     if outer.keys() & {"dtype", "torch_dtype"}:
@@ -118,7 +129,7 @@ def text_half(values: dict[str, Any]) -> dict[str, Any]:
     half = row.defaults | text | shared | outer
     if row.has_sections:
         half |= {name: _unsectioned(half.get(name)) for name in ("rope_scaling", "rope_parameters")}
-    return half | {"architectures": None, "model_type": row.family}
+    return half | {"architectures": None, "model_type": families[found]}
 
 
 def text_tensors(entries: dict[str, TensorEntry], directory: Path) -> dict[str, TensorEntry]:

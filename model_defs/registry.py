@@ -18,10 +18,14 @@ from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
 from model_defs.families import (
+    cohere2,
+    gemma2,
+    gemma3,
     glm4,
     gpt2,
     granite,
     llama,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -52,9 +56,13 @@ FAMILIES: dict[str, Family] = {
         phi3.FAMILY,
         gpt2.FAMILY,
         granite.FAMILY,
+        ministral3.FAMILY,
         glm4.FAMILY,
         smollm3.FAMILY,
         olmo3.FAMILY,
+        cohere2.FAMILY,
+        gemma3.FAMILY,
+        gemma2.FAMILY,
         qwen3_moe.FAMILY,
         mixtral.FAMILY,
     )

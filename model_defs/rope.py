@@ -6,6 +6,7 @@ step from the positions, and shared by all layers that rotate alike.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,15 @@ import numpy as np
 
 from model_defs.config import RopeConfig
 
-Rotation = tuple[jax.Array, jax.Array]
+CosSin = tuple[jax.Array, jax.Array]
 """cos and sin of a step's positions, f32[T, 1, rotary_dim / 2] each."""
+
+
+class Rotation(NamedTuple):
+    """cos and sin that queries and keys are rotated with. They differ where queries grow with positions."""
+
+    queries: CosSin
+    keys: CosSin
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -62,10 +70,20 @@ def _yarn(frequencies: np.ndarray, rope: RopeConfig, rotary_dim: int) -> np.ndar
     return stretch * frequencies / rope.factor + (1.0 - stretch) * frequencies
 
 
-def cos_sin(positions: jax.Array, frequencies: np.ndarray, attention_factor: float) -> Rotation:
+def cos_sin(positions: jax.Array, frequencies: np.ndarray, attention_factor: float) -> CosSin:
     """Return cos and sin, f32[T, 1, rotary_dim / 2], times `attention_factor`, for `positions` i32[T]."""
     angles = positions.astype(jnp.float32)[:, None, None] * frequencies
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
+
+
+def rotation(positions: jax.Array, rope: RopeConfig, head_dim: int) -> Rotation:
+    """Return the rotation of `positions` i32[T] by an embedding of the served context."""
+    cos, sin = keys = cos_sin(positions, inverse_frequencies(rope, head_dim), rope.attention_factor)
+    if rope.query_growth is None:
+        return Rotation(keys, keys)
+    periods = (positions // rope.original_max_positions).astype(jnp.float32)[:, None, None]
+    scale = 1 + rope.query_growth * jnp.log1p(periods)
+    return Rotation((cos * scale, sin * scale), keys)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

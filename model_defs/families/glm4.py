@@ -2,7 +2,7 @@
 
 Owns the family's config.json, weight map and presets. A part of each head is rotated, in adjacent pairs of
 elements, and gate and up are one tensor. Queries, keys and values may have a bias. The chat template marks
-roles by tokens of their own, the next of which ends a reply. That of GLM-4-0414 continues a conversation
+each role by a token, and the next role's token ends a reply. That of GLM-4-0414 continues a conversation
 unchanged.
 """
 

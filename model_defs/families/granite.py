@@ -2,8 +2,8 @@
 
 Owns the family's config.json, weight map and presets. Embeddings, scores and logits have a factor. A fourth
 multiplies what each block adds to the stream. Here the stream is divided by that factor instead, once, as
-part of the embeddings' factor: the norms do not depend on the scale of what they norm, but for their epsilon,
-which is divided by the square. So a config has other values than the file, and describes the same function.
+part of the embeddings' factor. A norm does not depend on the scale of its input but for its epsilon, which is
+divided by the square. So a config has other values than the file, and describes the same function.
 The chat templates write a default system message with the date, and can continue a conversation unchanged on
 the same day.
 """

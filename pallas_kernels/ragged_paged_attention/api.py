@@ -160,8 +160,9 @@ def _dispatch(
         if spec.scratch_pages:
             scratch = decode_pages(spec, kv_pages, tiles, dtype=q.dtype, interpret=interpret)
         buffers = mosaic_attention(
-            spec, q, kv_pages, page_indices, tiles, scratch, sm_scale=sm_scale, interpret=interpret
-        )
+            spec, q, kv_pages, page_indices, tiles, scratch, sm_scale=sm_scale, sinks=sinks,
+            interpret=interpret,
+        )  # fmt: skip
     return triton_attention(
         spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, softcap=softcap, sinks=sinks,
         interpret=interpret, buffers=buffers,

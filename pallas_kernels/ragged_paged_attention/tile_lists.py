@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.scratch_lists import NOT_DECODED
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, NUM_PROGRAMS, TileSpec
 
 _MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not distinguish wider ones
@@ -45,8 +46,8 @@ def build_lists(
       begins: i32[num_rows + 1], first query token of each row; the last row is the pseudo row.
       q_lens: i32[num_rows + 1].
       kv_lens: i32[num_rows + 1].
-      bases: i32[num_rows + 1], where the flat array has the row's pages in the scratch pool, -1 for rows that
-        are not there. None without a scratch pool.
+      bases: i32[num_rows + 1], where the flat array has the row's pages in the scratch pool, `NOT_DECODED` if
+        they are not there. None without a scratch pool.
     """
     counts, lists, merges = [], [], []
     last, first_long = len(spec.blocks.classes) - 1, spec.first_long_class
@@ -56,14 +57,14 @@ def build_lists(
         # A range belongs to the first class that holds it whole, or to that of the scratch pool. The pseudo
         # row belongs to the last class.
         if index > first_long:
-            wanted = bases >= 0
+            wanted = bases != NOT_DECODED
         else:
             wanted = q_lens > (thresholds[index - 1] if index else 0)
             if index < first_long:
                 wanted &= q_lens <= thresholds[index]
             wanted &= ~is_pseudo
             if bases is not None:
-                wanted &= bases < 0
+                wanted &= bases == NOT_DECODED
         if index == last:
             wanted |= is_pseudo
         class_q_lens = q_lens * wanted

@@ -71,6 +71,31 @@ _QWEN2 = {
 }
 _QWEN3 = _QWEN2 | {"head_dim": 16}
 _OLMO2 = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 40}
+_COHERE2 = {
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "sliding_window": 12,
+    "layer_types": None,
+    "logit_scale": 0.5,
+    "hidden_size": 32,
+}
+_GEMMA = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 40,
+    "sliding_window": 12,
+    "query_pre_attn_scalar": 10,
+    "tie_word_embeddings": True,
+}
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 32,
+    "patch_size": 2,
+}
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
 _QWEN3_MOE = _QWEN3 | {"moe_intermediate_size": 16}
 _GPT2 = {"layer_norm_epsilon": 1e-4}
@@ -141,12 +166,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "qwen2_5_vl": Variant(
         "qwen2_5_vl",
-        _QWEN2
-        | {
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 3, 2]},
-        },
+        _QWEN2 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 1]}},
         vision=_QWEN_VISION,
         seed=101,
     ),
@@ -240,6 +260,30 @@ VARIANTS: dict[str, Variant] = {
         max_shard_size="15KB",
         seed=109,
     ),
+    "ministral3_growth": Variant(
+        "ministral3",
+        _MISTRAL
+        | {
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "rope_parameters": _ROPE_YARN
+            | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4},
+        },
+        seed=110,
+    ),
+    "ministral3_multimodal": Variant(
+        "mistral3",
+        _MISTRAL
+        | {
+            "model_type": "ministral3",
+            "head_dim": 8,
+            "sliding_window": 12,
+            "rope_parameters": _ROPE_YARN | {"llama_4_scaling_beta": 0.2},
+        },
+        "float16",
+        vision=_PIXTRAL,
+        seed=111,
+    ),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(
         "olmo2",
@@ -301,6 +345,37 @@ VARIANTS: dict[str, Variant] = {
             },
         },
         seed=205,
+    ),
+    "cohere2_window": Variant("cohere2", _COHERE2 | {"num_hidden_layers": 4}, seed=206),
+    "cohere2_bias": Variant(
+        "cohere2", _COHERE2 | {"attention_bias": True, "tie_word_embeddings": False}, seed=207
+    ),
+    "gemma3_window": Variant("gemma3_text", _GEMMA | {"num_hidden_layers": 6}, seed=208),
+    "gemma3_ropes": Variant(
+        "gemma3_text",
+        _GEMMA
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 4.0,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+        seed=209,
+    ),
+    "gemma2_window": Variant(
+        "gemma2",
+        _GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0, "num_hidden_layers": 3},
+        seed=210,
+    ),
+    "gemma3_vision": Variant(
+        "gemma3",
+        {name: value for name, value in _GEMMA.items() if name != "query_pre_attn_scalar"},
+        vision=_SIGLIP,
+        seed=213,
     ),
     "qwen3_moe_gqa": Variant(
         "qwen3_moe",

@@ -52,12 +52,13 @@ def error_of(runner, reference):
 @pytest.mark.parametrize(
     ("kinds", "num_programs"),
     [
-        ((WINDOWED, WINDOWED, PLAIN, PLAIN), 2),
+        ((WINDOWED, PLAIN), 2),
         ((TURNED, PLAIN), 2),
-        ((STILL, PLAIN), 2),
+        pytest.param((STILL, PLAIN), 2, marks=pytest.mark.long),
+        pytest.param((WINDOWED, WINDOWED, PLAIN, PLAIN), 2, marks=pytest.mark.long),
         ((WINDOWED, PLAIN, WINDOWED, PLAIN), 1),
     ],
-    ids=["windows", "ropes", "no rope", "a pattern"],
+    ids=["windows", "ropes", "no rope", "halves", "a pattern"],
 )
 def test_groups_of_other_kinds_have_other_programs(kinds, num_programs, monkeypatch):
     """Groups of equal length share a program only if their kinds are equal, in order."""

@@ -15,9 +15,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new:
 
     Programs that were traced before keep the function as it was.
     """
-    text = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    function = getattr(owner, name)
+    text = textwrap.dedent(inspect.getsource(function))
     assert text.count(old) == 1, f"the bug is out of date: {old!r} is {text.count(old)} times in {name}"
-    module = owner if inspect.ismodule(owner) else sys.modules[owner.__module__]
+    module = sys.modules[function.__module__]
     found: dict[str, Any] = {}
     exec(compile(text.replace(old, new), f"<planted in {name}>", "exec"), module.__dict__, found)
     monkeypatch.setattr(owner, name, found[name])

@@ -248,7 +248,9 @@ H200 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_
 @pytest.mark.parametrize(
     ("options", "name", "reason"),
     [
-        ({"window": 128, "softcap": 50.0}, "pallas_triton", "in bfloat16, window 128, softcap 50.0 on"),
+        ({"window": 128}, "pallas_mosaic_gpu", "in bfloat16, window 128 on NVIDIA H200"),
+        ({"has_sinks": True}, "pallas_mosaic_gpu", "in bfloat16, sinks on NVIDIA H200"),
+        ({"window": 128, "softcap": 50.0}, "pallas_triton", "not pallas_mosaic_gpu: softcap = 50.0: pallas_"),
     ],
 )
 def test_auto_selects_a_back_end_with_the_options(options: dict[str, Any], name: str, reason: str) -> None:

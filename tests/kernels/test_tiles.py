@@ -102,7 +102,8 @@ def check(
             )
             if page_indices is not None and index == num_classes - 1:
                 base, row = row, int(np.searchsorted(cu[: num_rows + 1], token, side="right")) - 1
-                check_scratch(spec, tiles, base, page_indices[row, : -(-end // spec.page_size)])
+                first = 0 if spec.window is None else max(position + 1 - spec.window, 0) // spec.page_size
+                check_scratch(spec, tiles, base + first, page_indices[row, first : -(-end // spec.page_size)])
             assert cu[row] <= token and token + num_tokens <= cu[row + 1]
             assert position == kv_lens[row] - (cu[row + 1] - token)
             assert begin % tile_class.block_kv == 0 and begin < end <= position + num_tokens
@@ -274,6 +275,31 @@ def test_long_rows_read_decoded_pages(capacity: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_tokens, heads = int(rng.integers(257, 1500)), int(rng.choice([4, 10]))
     spec = byte_spec(num_tokens, 12, capacity, heads)
+    check_decoded_pages(rng, spec, capacity)
+
+
+@pytest.mark.parametrize("capacity", [60, 400])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), window=st.one_of(st.integers(1, 200), st.integers(1, 3000)))
+def test_long_rows_with_a_window_read_decoded_pages(capacity: int, seed: int, window: int) -> None:
+    rng = np.random.default_rng(seed)
+    spec = byte_spec(int(rng.integers(257, 1500)), 12, capacity, int(rng.choice([4, 10])))
+    check_decoded_pages(rng, replace(spec, window=window), capacity)
+
+
+def test_pages_before_a_window_are_not_decoded() -> None:
+    """Also where the row's pages would begin before the flat array."""
+    spec = replace(byte_spec(512, 12, 60), window=300)
+    kv_len = 400_000
+    pages = np.arange(1, 12_501, dtype=np.int32)[None].repeat(12, axis=0)
+    tiles = build_tiles(spec, np.array([0, 500]), np.array([kv_len]), 1, None, pages)
+    decoded = tiles[spec.decoded_offset :][: tiles[NUM_DECODED]]
+    np.testing.assert_array_equal(decoded, np.arange((kv_len - 500 - 299) // 32, kv_len // 32) + 1)
+    table = tiles[spec.tiles_offset(2) :][: tiles[2] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
+    assert table[0, fields.ROW] < 0
+
+
+def check_decoded_pages(rng: np.random.Generator, spec: TileSpec, capacity: int) -> None:
     cu, kv_lens, num_seqs = draw(rng, spec)
     num_rows = int(num_seqs[0])
     pages = rng.integers(0, 300, (12, 200)).astype(np.int32)
@@ -284,7 +310,7 @@ def test_long_rows_read_decoded_pages(capacity: int, seed: int) -> None:
     decoded = out[spec.decoded_offset :][: out[NUM_DECODED]]
     assert len(set(decoded.tolist())) == len(decoded) <= capacity, "a page is decoded twice"
     wanted = [-(-int(kv_lens[row]) // 32) for row in range(num_rows) if cu[row + 1] - cu[row] > 96]
-    if sum(wanted) <= capacity:
+    if sum(wanted) <= capacity and (spec.window is None or spec.window >= 96):
         table = out[spec.tiles_offset(1) :][: out[1] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
         assert not any(cu[row + 1] - cu[row] > 96 for row in table[:, fields.ROW].tolist())
 

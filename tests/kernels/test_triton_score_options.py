@@ -56,7 +56,7 @@ def attend(
     sinks: np.ndarray | None = None,
     **options: Any,
 ) -> Any:
-    """Return interpreted attention with tiles built on the host, some of which are merged."""
+    """Return interpreted attention with tiles built on the host."""
     spec = tile_spec(
         num_tokens=batch.q.shape[0], max_num_seqs=len(batch.kv_lens), num_q_heads=batch.q.shape[1],
         num_kv_heads=batch.kv_pages.shape[2] // 2, head_dim=batch.q.shape[2], dtype=batch.q.dtype,

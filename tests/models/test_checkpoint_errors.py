@@ -234,7 +234,7 @@ def test_tables_of_rotary_positions_need_not_agree_with_the_index(
         ("mlp.down_proj.weight.absmax", np.uint8, r"\(bitsandbytes 4-bit\)"),
         ("self_attn.k_scale", np.float32, r"\(a quantized KV cache\)"),
         ("self_attn.k_proj.k_scale", np.float32, r"\(a quantized KV cache\)"),
-        ("mlp.down_proj.weight", np.int8, "has dtype I8: quantized checkpoints are not supported"),
+        ("mlp.down_proj.weight", np.int8, "has dtype I8, which shows quantized weights, but neither"),
     ],
 )
 def test_quantized_tensors_are_named_with_their_format(
@@ -249,12 +249,7 @@ def test_quantized_tensors_are_named_with_their_format(
 @pytest.mark.parametrize(
     ("files", "removed", "says"),
     [
-        (
-            ["quant_config.json"],
-            [],
-            r"holds quant_config.json: checkpoints quantized by AWQ are not",
-        ),
-        (["quantize_config.json"], [], "quantized by GPTQ"),
+        (["quant_config.json"], [], r"the weights are quantized \(AWQ\), but no tensor is; remove that"),
         (["hf_quant_config.json"], [], "quantized by ModelOpt"),
         (["adapter_config.json"], [], r"holds adapter_config.json: a LoRA adapter \(PEFT\) .* merge it"),
         (["adapter_config.json", "adapter_model.safetensors"], ["config.json", "model.safetensors"], "LoRA"),
@@ -377,6 +372,8 @@ def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> Non
         ("qwen3_moe_gqa", 2),
         ("mixtral_gqa", 2),
         ("glm4_bias", 2),
+        ("cohere2_bias", 2),
+        ("gemma3_ropes", 2),
     ],
 )
 def test_loads_onto_several_devices(variant: str, tp: int) -> None:

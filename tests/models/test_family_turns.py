@@ -27,9 +27,13 @@ IN_SHORT = {  # one of each family that no other test of the engine serves
     "phi3_long",
     "gpt2_tied",
     "granite_tied",
+    "ministral3_growth",
     "glm4_bias",
     "smollm3_nope",
     "olmo3_window",
+    "cohere2_window",
+    "gemma3_ropes",
+    "gemma2_window",
 }
 
 

@@ -76,6 +76,107 @@ OLMO3 = named(
     sliding_window=4096,
     vocab_size=100278,
 )
+COHERE2 = named(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    **sizes(32, 4096, 32, 8, 14336),
+    attention_bias=False,
+    bos_token_id=5,
+    cache_implementation="hybrid",
+    eos_token_id=255001,
+    head_dim=128,
+    layer_norm_eps=1e-5,
+    layer_switch=4,
+    logit_scale=0.25,
+    max_position_embeddings=132096,
+    order_of_interleaved_layers="local_attn_first",
+    pad_token_id=0,
+    position_embedding_type="rope_gptj",
+    rope_scaling=None,
+    rope_theta=50000,
+    rotary_pct=1.0,
+    sliding_window=4096,
+    sliding_window_pattern=4,
+    use_embedding_sharing=True,
+    use_gated_activation=True,
+    use_parallel_block=True,
+    use_qk_norm=False,
+    vocab_size=256000,
+)
+del COHERE2["tie_word_embeddings"]
+GEMMA2 = named(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    **sizes(42, 3584, 16, 8, 14336),
+    attention_bias=False,
+    attn_logit_softcapping=50.0,
+    bos_token_id=2,
+    cache_implementation="hybrid",
+    eos_token_id=1,
+    final_logit_softcapping=30.0,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=8192,
+    pad_token_id=0,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    sliding_window_size=4096,
+    vocab_size=256000,
+)
+GEMMA2["hidden_act"] = "gelu_pytorch_tanh"
+del GEMMA2["tie_word_embeddings"]
+GEMMA3_1B = named(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    **sizes(26, 1152, 4, 1, 6912),
+    attention_bias=False,
+    attn_logit_softcapping=None,
+    bos_token_id=2,
+    cache_implementation="hybrid",
+    eos_token_id=[1, 106],
+    final_logit_softcapping=None,
+    head_dim=256,
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=32768,
+    query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6,
+    rope_local_base_freq=10000,
+    rope_scaling=None,
+    rope_theta=1000000,
+    sliding_window=512,
+    sliding_window_pattern=6,
+    vocab_size=262144,
+)
+del GEMMA3_1B["tie_word_embeddings"], GEMMA3_1B["hidden_act"]
+
+
+def gemma3(layers: int, hidden: int, wide: int, **text: Any) -> dict[str, Any]:
+    """Return the file of a multimodal size, whose text half leaves out what has a default."""
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": hidden,
+            "intermediate_size": wide,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": layers,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+            **text,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    }
+
+
+GEMMA3_12B = gemma3(48, 3840, 15360, num_attention_heads=16, num_key_value_heads=8)
 
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "GLM-4-9B-0414": (GLM4, 9.400, {"attention_bias": False, "norm_eps": 1e-5}),
@@ -90,6 +191,46 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
         32.233,
         {"head_dim": 128},
     ),
+    "c4ai-command-r7b-12-2024": (COHERE2, 8.028, {"windows": (None, 4096), "tie_word_embeddings": True}),
+    "c4ai-command-a-03-2025": (
+        COHERE2 | sizes(64, 12288, 96, 8, 36864) | {"max_position_embeddings": 131072},
+        111.058,
+        {"head_dim": 128},
+    ),
+    "gemma-2-2b": (GEMMA2 | sizes(26, 2304, 8, 4, 9216), 2.614, {"attention_scale": None}),
+    "gemma-2-9b": (GEMMA2, 9.242, {"attention_softcap": 50.0, "logit_softcap": 30.0}),
+    "gemma-2-27b": (
+        GEMMA2 | sizes(46, 4608, 32, 16, 36864) | {"head_dim": 128, "query_pre_attn_scalar": 144},
+        27.227,
+        {"attention_scale": 144**-0.5, "windows": (None, 4096)},
+    ),
+    "gemma-3-270m": (
+        GEMMA3_1B
+        | sizes(18, 640, 4, 1, 2048)
+        | {
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+            "_sliding_window_pattern": 6,
+            "use_bidirectional_attention": False,
+        },
+        0.268,
+        {"windows": (None, 512)},
+    ),
+    "gemma-3-1b": (GEMMA3_1B, 1.000, {"windows": (None, 512), "group_size": 4}),
+    "gemma-3-4b": (gemma3(34, 2560, 10240), 3.880, {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256}),
+    "gemma-3-12b": (GEMMA3_12B, 11.766, {"eos_token_ids": (1, 106), "windows": (None, 1024)}),
+    "gemma-3-27b": (
+        gemma3(
+            62,
+            5376,
+            21504,
+            num_attention_heads=32,
+            num_key_value_heads=16,
+            head_dim=128,
+            query_pre_attn_scalar=168,
+        ),
+        27.009,
+        {"attention_scale": 168**-0.5},
+    ),
 }
 """Values of the file, billions of parameters, and what is expected of the config."""
 
@@ -97,6 +238,9 @@ PRESETS = {
     "glm4-9b": "GLM-4-9B-0414",
     "smollm3-3b": "SmolLM3-3B",
     "olmo3-7b": "Olmo-3-1025-7B",
+    "command-r7b": "c4ai-command-r7b-12-2024",
+    "gemma3-12b": "gemma-3-12b",
+    "gemma2-9b": "gemma-2-9b",
 }
 
 
@@ -170,6 +314,38 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         },
         {"ropes": (preset("olmo3-7b").ropes[0], RopeConfig(theta=2e3))},
     ),
+    (COHERE2, {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}, {}),
+    (COHERE2, {"sliding_window_pattern": ..., "sliding_window": ..., "head_dim": ...}, {}),
+    (COHERE2, {"logit_scale": ...}, {"logit_scale": 0.0625}),
+    (COHERE2, {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+    (
+        COHERE2,
+        {"sliding_window_pattern": 2},
+        {"layer_kinds": (LayerKind(4096), LayerKind(rope=None)) * 16},
+    ),
+    (GEMMA2, {"attn_logit_softcapping": ..., "final_logit_softcapping": ..., "sliding_window": ...}, {}),
+    (
+        GEMMA2,
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attention_softcap": None, "logit_softcap": None},
+    ),
+    (GEMMA2, {"hidden_act": ..., "hidden_activation": ..., "tie_word_embeddings": True}, {}),
+    (GEMMA2, {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
+    (GEMMA3_1B, {"sliding_window_pattern": ..., "rope_local_base_freq": ..., "rope_theta": ...}, {}),
+    (GEMMA3_1B, {"final_logit_softcapping": 30.0}, {"logit_softcap": 30.0}),
+    (
+        GEMMA3_1B,
+        {
+            "rope_theta": ...,
+            "rope_local_base_freq": ...,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        {"ropes": (RopeConfig("linear", 1e6, 8.0), RopeConfig(theta=500.0))},
+    ),
+    (GEMMA3_12B, {"tie_word_embeddings": False}, {"tie_word_embeddings": False}),
 ]
 """A file, options to change (`...` leaves one out), and the fields of the config that follow."""
 
@@ -207,6 +383,23 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OLMO3, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: versions of transformers differ"),
     (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "must have sections full_attention and slid"),
     (OLMO3, {"rope_parameters": {"full_attention": {}}}, "and no rope_scaling besides"),
+    (COHERE2, {"head_dim": 64}, "head_dim=64 is not supported: it must be hidden_size=4096 over"),
+    (COHERE2, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    (COHERE2, {"logit_scale": 0}, "logit_scale=0 must be a finite number above 0"),
+    (COHERE2, {"layer_norm_eps": -1}, "layer_norm_eps=-1 must be a finite number above 0"),
+    (COHERE2, {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be a positive integer"),
+    (COHERE2, {"architectures": ["CohereForCausalLM"]}, "CohereForCausalLM"),
+    (GEMMA2, {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
+    (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+    (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0 must be a finite number above 0"),
+    (GEMMA2, {"final_logit_softcapping": "30"}, "final_logit_softcapping='30' must be a finite number"),
+    (GEMMA2, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1 must be a finite number above 0"),
+    (GEMMA2, {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "GemmaForCausalLM"),
+    (GEMMA3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported in Gemma 3"),
+    (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention=true is not supported"),
+    (GEMMA3_1B, {"rope_local_base_freq": 1}, "rope_local_base_freq=1 must be a finite number above 1"),
+    (GEMMA3_1B, {"rope_parameters": {"global": {}}}, "must have sections full_attention and sliding"),
+    (GEMMA3_1B, {"model_type": "gemma3n_text"}, "model_type='gemma3n_text'"),
 ]
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -110,6 +111,38 @@ MISTRAL_SMALL_3_1: dict[str, Any] = {
     "vision_feature_layer": -1,
 }
 
+MINISTRAL3_8B: dict[str, Any] = MISTRAL_SMALL_3_1 | {
+    "dtype": "bfloat16",
+    "text_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+}
+
 
 def changed(values: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Return the config with options of the text half replaced; `is_tied` is that of both halves."""
@@ -143,6 +176,9 @@ PUBLISHED = {
     "Qwen3-VL-8B": (changed(QWEN3_VL_4B, **sizes(36, 4096, 12288, 32, 8), is_tied=False), 8.19),
     "Qwen3-VL-32B": (changed(QWEN3_VL_4B, **sizes(64, 5120, 25600, 64, 8), is_tied=False), 32.76),
     "Mistral-Small-3.1-24B": (MISTRAL_SMALL_3_1, 23.57),
+    "Ministral-3-3B": (changed(MINISTRAL3_8B, **sizes(26, 3072, 9216, 32, 8), is_tied=True), 3.43),
+    "Ministral-3-8B": (MINISTRAL3_8B, 8.49),
+    "Ministral-3-14B": (changed(MINISTRAL3_8B, **sizes(40, 5120, 16384, 32, 8)), 13.51),
 }
 """config.json as published, and billions of parameters of the text half."""
 
@@ -150,6 +186,8 @@ PUBLISHED = {
 def as_saved_now(values: dict[str, Any]) -> dict[str, Any]:
     """Return the config as transformers 5 writes it."""
     text = dict(values.get("text_config", values))
+    if "rope_parameters" in text:  # a model of this version
+        return values
     rope = text.pop("rope_scaling", None) or {"rope_type": "default"}
     rope = {key: "default" if value == "mrope" else value for key, value in rope.items()}
     text["rope_parameters"] = rope | {"rope_theta": text.pop("rope_theta")}
@@ -174,6 +212,7 @@ def test_the_text_half_is_a_plain_model_of_its_family() -> None:
     theta = RopeConfig(theta=5e6)
     assert larger == preset("qwen3-8b", max_position_embeddings=262144, ropes=(theta,))
     assert parse_hf_config(MISTRAL_SMALL_3_1) == preset("mistral-small-24b")
+    assert parse_hf_config(MINISTRAL3_8B) == preset("ministral3-8b")
 
 
 def test_missing_options_have_the_defaults_of_transformers() -> None:
@@ -211,8 +250,8 @@ def test_a_window_is_that_of_the_text_half() -> None:
     ("values", "message"),
     [
         (
-            changed(MISTRAL_SMALL_3_1, model_type="ministral3"),
-            "text_config has model_type='ministral3', which is not supported in Mistral3ForConditionalGen",
+            changed(MISTRAL_SMALL_3_1, model_type="mistral4"),
+            "text_config has model_type='mistral4', which is not supported in Mistral3ForCondition.*; one",
         ),
         (QWEN3_VL_4B | {"text_config": None}, "text_config=None must be an object"),
         (QWEN2_5_VL_7B | {"text_config": [1]}, r"text_config=\[1\] must be an object"),
@@ -226,7 +265,7 @@ def test_a_window_is_that_of_the_text_half() -> None:
             changed(MISTRAL_SMALL_3_1, rope_scaling={"type": "mrope", "mrope_section": [1]}),
             "rope_type='mrope'",
         ),
-        (QWEN3_VL_4B | {"quantization_config": {"quant_method": "fp8"}}, "quantized by FP8"),
+        (QWEN3_VL_4B | {"quantization_config": {"quant_method": "hqq"}}, "quantized by HQQ are not"),
     ],
 )
 def test_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -298,3 +337,32 @@ def test_a_tensor_that_the_text_half_lacks_is_missing(tmp_path: Path) -> None:
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 tensor\(s\) are missing: 'model.norm.weight'"):
         load_model(directory, mesh=make_mesh(1))
+
+
+def test_a_quantized_text_half(tmp_path: Path) -> None:
+    """Linear weights of the text half are codes in FP8 with a scale; those of the image half stay plain."""
+    directory = Path(shutil.copytree(GOLDEN / "qwen3_vl", tmp_path / "codes"))
+    codes, plain = {}, {}
+    for name, weight in load_file(directory / "model.safetensors").items():
+        codes[name] = plain[name] = weight
+        if "_proj" in name and "visual" not in name:
+            scale = np.float32(np.abs(weight.astype(np.float32)).max() / 448)
+            codes[name] = (weight.astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn)
+            codes[name.replace("weight", "weight_scale_inv")] = np.full((1, 1), scale)
+            plain[name] = codes[name].astype(np.float32) * scale
+    expected = rewritten("qwen3_vl", tmp_path / "plain", **NEW)
+    save_file(plain, expected / "model.safetensors")
+    save_file(codes, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.visual.blocks.0.attn.qkv", "lm_head"],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    models = [load_model(path, dtype="float32", mesh=make_mesh(1)) for path in (directory, expected)]
+    token_ids, logits = golden("qwen3_vl")
+    found, same = (dense_logits(model, token_ids) for model in models)
+    np.testing.assert_array_equal(found, same)
+    assert 1e-3 < np.abs(found - logits).max() < 1.0

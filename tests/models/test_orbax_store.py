@@ -82,9 +82,13 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         "gpt2_tied",
         "qwen3_moe_raw",
         pytest.param("granite_tied", marks=pytest.mark.long),
+        pytest.param("ministral3_growth", marks=pytest.mark.long),
         pytest.param("glm4_yarn", marks=pytest.mark.long),
         pytest.param("smollm3_window", marks=pytest.mark.long),
         pytest.param("olmo3_window", marks=pytest.mark.long),
+        pytest.param("cohere2_bias", marks=pytest.mark.long),
+        "gemma3_ropes",
+        pytest.param("gemma2_window", marks=pytest.mark.long),
     ],
 )
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:

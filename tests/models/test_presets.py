@@ -44,6 +44,7 @@ BILLIONS = {
     "qwen3-8b": 8.19,
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
+    "ministral3-8b": 8.49,
     "phi4": 14.66,
     "granite-8b": 8.171,
     "gpt2": 0.1244,
@@ -54,6 +55,9 @@ BILLIONS = {
     "glm4-9b": 9.40,
     "smollm3-3b": 3.08,
     "olmo3-7b": 7.30,
+    "command-r7b": 8.03,
+    "gemma3-12b": 11.77,
+    "gemma2-9b": 9.24,
 }
 TINY = [
     "opt-tiny",
@@ -61,6 +65,7 @@ TINY = [
     "qwen2-tiny",
     "qwen3-tiny",
     "mistral-tiny",
+    "ministral3-tiny",
     "phi3-tiny",
     "granite-tiny",
     "gpt2-tiny",
@@ -68,6 +73,9 @@ TINY = [
     "glm4-tiny",
     "smollm3-tiny",
     "olmo3-tiny",
+    "cohere2-tiny",
+    "gemma3-tiny",
+    "gemma2-tiny",
     "qwen3_moe-tiny",
     "mixtral-tiny",
 ]

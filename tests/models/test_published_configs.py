@@ -18,6 +18,7 @@ from model_defs import (
 )
 from model_defs.hf_config import hf_config, parse_hf_config
 from tests.models.test_hf_config import without
+from tests.models.test_multimodal import MINISTRAL3_8B
 
 COMMON: dict[str, Any] = {"hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False}
 
@@ -146,6 +147,13 @@ GRANITE_2B = (
     GRANITE | sizes(40, 2048, 32, 8, 8192) | {"attention_multiplier": 0.015625, "logits_scaling": 8.0}
 )
 
+MINISTRAL3 = named("ministral3", "Ministral3ForCausalLM") | MINISTRAL3_8B["text_config"]
+
+
+def growing(**options: Any) -> dict[str, Any]:
+    return MINISTRAL3 | {"rope_parameters": MINISTRAL3["rope_parameters"] | options}
+
+
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "OLMo-2-0425-1B": (OLMO2 | sizes(16, 2048, 16, 16, 8192), 1.485, {"head_dim": 128}),
     "OLMo-2-1124-7B": (OLMO2, 7.299, {"head_dim": 128, "group_size": 1}),
@@ -221,6 +229,24 @@ def test_presets_are_published_models(name: str) -> None:
 def test_options_and_defaults(values: dict[str, Any], fields: dict[str, Any]) -> None:
     base = parse_hf_config(OLMO2)
     assert parse_hf_config(values) == dataclasses.replace(base, **fields)
+
+
+def test_options_and_defaults_of_ministral3() -> None:
+    """Its text half and the model alone have the same options, which test_multimodal.py reads, too."""
+    assert parse_hf_config(MINISTRAL3) == preset("ministral3-8b")
+    lacking = (
+        "rope_parameters",
+        "max_position_embeddings",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+    )
+    assert parse_hf_config(without(MINISTRAL3, *lacking)) == preset("ministral3-8b")
+    assert parse_hf_config(hf_config(preset("ministral3-8b"))) == preset("ministral3-8b")
+    assert parse_hf_config(growing(llama_4_scaling_beta=0.3)).ropes[0].query_growth == 0.3
+    assert parse_hf_config(MINISTRAL3 | {"sliding_window": 99}).windows == (99,)
+    prints = {model_fingerprint(parse_hf_config(growing(llama_4_scaling_beta=x)), "random:x") for x in (1, 2)}
+    assert len(prints) == 2
 
 
 def test_options_and_defaults_of_granite() -> None:
@@ -302,6 +328,11 @@ REFUSED = [
     (GRANITE | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     (GRANITE | {"layer_types": ["mamba"]}, "layer_types: 'mamba' is not supported"),
     (GRANITE | {"architectures": ["GraniteMoeForCausalLM"]}, "GraniteMoeForCausalLM"),
+    (growing(llama_4_scaling_beta=None), "rope llama_4_scaling_beta=None must be a finite number above 0"),
+    (growing(llama_4_scaling_beta=-0.1), "rope llama_4_scaling_beta=-0.1 must be a finite number above 0"),
+    (growing(rope_type="default"), "rope_type='default' is not supported in this family; 'yarn' is"),
+    (growing(rope_type="dynamic"), "rope_type='dynamic' is not supported"),
+    (MINISTRAL3 | {"layer_types": ["sliding_attention"]}, "layer_types: 'sliding_attention'"),
     (scaled(type="linear", factor=2.0), "rope_type='linear' is not supported in this family; 'default' and"),
     (scaled(type="dynamic"), "rope_type='dynamic' is not supported in this family"),
     (scaled(short_factor=[1.0] * 47), "short_factors has 47 numbers; it must have 48"),

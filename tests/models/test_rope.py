@@ -6,13 +6,14 @@ they turn 1,000, 100, 10 times and once, so turns map easily to indices among th
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_defs import RopeConfig
-from model_defs.rope import cos_sin, inverse_frequencies, rotate
+from model_defs import RopeConfig, UnsupportedModelError
+from model_defs.rope import cos_sin, inverse_frequencies, rotate, rotation
 
 PLAIN = np.array([1.0, 0.1, 0.01, 0.001])
 # Between 300 turns, at index 3 - log10(300) = 0.5229, and 3 turns, at 2.5229.
@@ -104,3 +105,31 @@ def test_elements_behind_the_rotated_ones_stay() -> None:
     turned = np.asarray(rotate(jnp.asarray(x), *rotation))
     np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
     np.testing.assert_array_equal(turned[..., :6], rotate(jnp.asarray(x[..., :6]), *rotation))
+
+
+def test_queries_grow_with_the_periods_of_their_positions() -> None:
+    rope = RopeConfig("yarn", 1e4, 4.0, 100, query_growth=0.5)
+    positions = jnp.array([0, 99, 100, 250])
+    queries, keys = rotation(positions, rope, 8)
+    scale = 1 + 0.5 * np.log([1.0, 1.0, 2.0, 3.0])
+    for grown, plain in zip(queries, keys, strict=True):
+        np.testing.assert_allclose(grown, plain * scale[:, None, None], rtol=1e-6)
+    plain = rotation(positions, dataclasses.replace(rope, query_growth=None), 8)
+    np.testing.assert_array_equal(plain.queries, plain.keys)
+    np.testing.assert_array_equal(plain.keys, keys)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"query_growth": 0.0}, "rope.query_growth=0.0 must be a finite number above 0, or null"),
+        ({"query_growth": "1"}, "rope.query_growth='1' must be a finite number above 0, or null"),
+        (
+            {"query_growth": 0.1, "original_max_positions": 0},
+            "original_max_positions=0 must be above 0 with a",
+        ),
+    ],
+)
+def test_wrong_values_of_growth_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        dataclasses.replace(YARN, **fields)

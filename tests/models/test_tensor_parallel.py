@@ -27,6 +27,7 @@ CONFIGS = {
     "mistral": preset("mistral-tiny", initial_norm_scale=1.0),
     "gpt2": preset("gpt2-tiny", initial_norm_scale=1.0),
     "granite": preset("granite-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "ministral3": preset("ministral3-tiny", initial_norm_scale=1.0),
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
     "qwen3_moe": preset("qwen3_moe-tiny", num_kv_heads=4, initial_norm_scale=1.0),
@@ -34,6 +35,9 @@ CONFIGS = {
     "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
     "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
     "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
+    "cohere2": preset("cohere2-tiny", attention_bias=True),
+    "gemma3": preset("gemma3-tiny", initial_norm_scale=1.0),
+    "gemma2": preset("gemma2-tiny"),
 }
 PAGES = np.array([5, 2, 7, 1])
 
@@ -68,12 +72,16 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "mistral": (2,),
                     "gpt2": (2,),
                     "granite": (2,),
+                    "ministral3": (2,),
                     "phi3": (2,),
                     "olmo2": (2,),
                     "mixtral": (2,),
                     "glm4": (2,),
                     "smollm3": (2,),
                     "olmo3": (2,),
+                    "cohere2": (2,),
+                    "gemma3": (2,),
+                    "gemma2": (2,),
                 }
             }.items()
         ),

@@ -131,7 +131,7 @@ def label(products: Products) -> str:
     return f"{products.down.rows}{swapped} {' '.join(sizes)}"
 
 
-def program(case: Case, products: Products | None) -> Callable[..., jax.Array]:
+def program(case: Case, products: Products | None) -> jax.stages.Wrapped:
     """Return the layer's function of x, the router and the weights; without tiles it is XLA's."""
     backend = "xla" if products is None else "pallas_mosaic_gpu"
 
@@ -248,9 +248,7 @@ def main() -> int:
     print(table(list(_COLUMNS), rows(results)))
     units = {"us, products_us, bound_us, kernels_us": "microseconds of a call; the two products alone; bound"}
     document = {
-        "cases": [
-            case._replace(experts=dataclasses.asdict(case.experts))._asdict() for case in what_is_timed
-        ],
+        "cases": [case._asdict() | {"experts": dataclasses.asdict(case.experts)} for case in what_is_timed],
         "read_bytes_per_s": READ_BYTES_PER_S,
         "flop_per_s": FLOP_PER_S,
         "measurements": results,

@@ -282,7 +282,8 @@ class _Reader:
         if "experts" in part:
             others["experts"] = self._experts(part)
         names = [f.name for f in dataclasses.fields(StepCosts) if f.default is dataclasses.MISSING]
-        costs = StepCosts(**{name: self._number(part, name) for name in names}, **others)
+        others |= {name: self._number(part, name) for name in names}
+        costs = StepCosts(**others)
         if costs.overlap < 1:
             raise self._error("a profile whose step.overlap is at least 1", f"found {costs.overlap}")
         return costs
@@ -294,7 +295,7 @@ class _Reader:
 
     def _experts(self, step: Mapping[str, Any]) -> ExpertCosts:
         part = self._part(step, "experts")
-        counts = {name: part.get(name) for name in ("num_experts", "num_chosen")}
+        counts: dict[str, Any] = {name: part.get(name) for name in ("num_experts", "num_chosen")}
         if not all(type(count) is int for count in counts.values()) or not (
             1 <= part["num_chosen"] <= part["num_experts"]
         ):
