@@ -433,7 +433,7 @@ def test_what_the_kernel_refuses():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sizes", "num_tokens"), [*itertools.product((QWEN3_30B, MIXTRAL), (1, 5, 32, 128, 300, 2048))]
+    ("sizes", "num_tokens"), [*itertools.product((QWEN3_30B, MIXTRAL), (1, 5, 128, 200, 2048))]
 )
 def test_on_a_gpu(sizes, num_tokens):
     """Results equal XLA's, repeat bit for bit, and do not change with neighbours, even of NaN."""
