@@ -190,6 +190,7 @@ def test_padding_gets_zeros_and_changes_nothing(name):
     got = run(*damaged, num_counted=jnp.int32(5))
     np.testing.assert_array_equal(got[:5], expected[:5])
     np.testing.assert_array_equal(got[5:], 0)
+    np.testing.assert_array_equal(run(*damaged, num_counted=jnp.int32(0)), 0, err_msg="a step without tokens")
 
 
 def check_independence(run, seed, num_batches, num_tokens, *, dtype, num_alone=1):
