@@ -12,7 +12,7 @@ from model_defs.attention import (
     PagedAttention,
     RaggedBatch,
 )
-from model_defs.config import LayerKind, ModelConfig, RopeConfig
+from model_defs.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from model_defs.errors import CheckpointError, ModelError, ShardingError, UnsupportedModelError
 from model_defs.fingerprint import model_fingerprint, weights_digest
 from model_defs.hf_config import load_config
@@ -23,6 +23,7 @@ from model_defs.registry import (
     Model,
     abstract_model,
     kv_bytes_per_token,
+    num_active_parameters,
     num_layer_parameters,
     num_parameters,
     parameter_bytes,
@@ -39,6 +40,7 @@ __all__ = [
     "AttentionOptions",
     "CheckpointError",
     "DenseAttention",
+    "ExpertsConfig",
     "LayerKind",
     "Model",
     "ModelConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "load_model",
     "make_mesh",
     "model_fingerprint",
+    "num_active_parameters",
     "num_layer_parameters",
     "num_parameters",
     "parameter_bytes",

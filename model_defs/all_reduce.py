@@ -86,13 +86,15 @@ class AllReduce:
     def partial(
         self,
         product: Callable[..., jax.Array],
-        x: Annotated[jax.Array, "f[T, *in_shape]"],
-        kernel: Annotated[jax.Array, "f[*in_shape, width]"],
-        specs: tuple[Any, Any],
+        arguments: tuple[jax.Array | None, ...],
+        specs: tuple[Any, ...],
     ) -> Parts:
-        """Return [devices, T, width]: on each device, `product` of its parts of `x` and `kernel`."""
+        """Return [devices, T, width]: on each device, `product` of its parts of the arguments.
+
+        `specs` are the arguments' partitions.
+        """
         run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
-        result: jax.Array = run(x, kernel)
+        result: jax.Array = run(*arguments)
         return result
 
     def total(self, y: PartialSums) -> Terms:

@@ -157,6 +157,39 @@ class LayerKind:
             raise UnsupportedModelError(f"layer_kinds: mlp={self.mlp!r} is not one of {', '.join(MLP_KINDS)}")
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts in the layers whose kind says so.
+
+    Attributes:
+      num_experts: experts of a layer.
+      num_chosen: experts that compute a token.
+      width: intermediate size of each expert.
+      normalized: whether the factors of a token's experts add up to 1.
+    """
+
+    num_experts: int
+    num_chosen: int
+    width: int
+    normalized: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise UnsupportedModelError for a value out of its range."""
+        _check_kinds(self, "experts.")
+        for name in ("num_experts", "num_chosen", "width"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UnsupportedModelError(f"experts.{name}={value!r} must be a positive integer")
+        if self.num_chosen > self.num_experts:
+            raise UnsupportedModelError(
+                f"experts.num_chosen={self.num_chosen} must be at most num_experts={self.num_experts}"
+            )
+
+    def num_read(self, num_tokens: float) -> float:
+        """Return how many experts `num_tokens` tokens choose on average, if all are equally likely."""
+        return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_tokens)
+
+
 def _distinct_windows(kinds: tuple[LayerKind, ...]) -> tuple[int | None, ...]:
     return tuple(sorted({kind.window for kind in kinds}, key=lambda window: window or 0))
 
@@ -174,7 +207,8 @@ class ModelConfig:
     them as served. `attention_scale` is the factor on scores; None means head_dim**-0.5. With
     `attention_softcap`, a scaled score s becomes cap * tanh(s / cap). `has_sinks` adds a logit to the softmax
     of each head, without a value. `logit_scale` is a factor on logits. With `logit_softcap`, a scaled logit l
-    becomes cap * tanh(l / cap). Rows of the token table are multiplied by `embedding_scale`.
+    becomes cap * tanh(l / cap). Rows of the token table are multiplied by `embedding_scale`. `experts`
+    describes the layers of the kind "moe".
     `word_embed_dim`, `pre_norm`, `final_norm`, `norm_affine` are OPT's: width of the token table (0 means
     `hidden_size`), layer norm before each block instead of after it, the norm after the last layer, and
     whether norms have weights. `dtype` is the checkpoint's dtype; the model may run in another.
@@ -213,6 +247,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError for values that no implementation could run."""
@@ -243,6 +278,10 @@ class ModelConfig:
         for name in positive:
             _check_positive(name, getattr(self, name))
         self._check_layer_kinds()
+        if self.experts is None and any(kind.mlp == "moe" for kind in self.layer_kinds):
+            raise UnsupportedModelError(
+                "experts=None, but some layer_kinds have mlp='moe'; describe the experts"
+            )
 
     def _check_layer_kinds(self) -> None:
         """Raise UnsupportedModelError unless the kinds fit the model; write all plain kinds as none."""
@@ -331,6 +370,8 @@ class ModelConfig:
                 kinds = [LayerKind(window=window)] * fields.get("num_layers", 0)
             fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
             ropes = tuple(RopeConfig(**rope) for rope in ropes)
+            if fields.get("experts") is not None:
+                fields["experts"] = ExpertsConfig(**fields["experts"])
             return cls(**fields, ropes=ropes, layer_kinds=tuple(kinds))
         except TypeError as error:
             raise UnsupportedModelError(f"not a model config of this version: {error}") from error

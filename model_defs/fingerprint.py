@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model_defs.config import MODEL_CONFIG_FILE, LayerKind, ModelConfig, RopeConfig, read_saved
+from model_defs.config import MODEL_CONFIG_FILE, ExpertsConfig, LayerKind, ModelConfig, RopeConfig, read_saved
 from model_defs.loading import RANDOM_PREFIX
 from model_defs.quantized import read_format
 from model_defs.safetensors_reader import open_checkpoint
@@ -61,6 +61,7 @@ _FIRST_FIELDS = {
         "truncate",
     ),
     LayerKind: (),
+    ExpertsConfig: (),
 }
 
 

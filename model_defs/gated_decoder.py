@@ -14,6 +14,7 @@ from model_defs.attention import Attention, attention_options
 from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
+from model_defs.experts import ExpertMLP
 from model_defs.layers import Build, Embedding, FusedQKV, Linear, Norm, RMSNorm, declare
 from model_defs.rope import Rotation, rotate, rotation
 from model_defs.sharding import TENSOR_AXIS
@@ -72,16 +73,12 @@ class GatedBlocks(nnx.Module):
     ) -> None:
         """Declare the blocks' arrays. The family decides which attention projections have a bias."""
         config = build.config
-        if kind.mlp != "dense":
-            raise UnsupportedModelError(
-                f"layer_kinds: mlp={kind.mlp!r} is not supported by {config.architecture!r}; 'dense' is"
-            )
         self.options = attention_options(config, kind)
         self.sinks = declare(build, (config.num_heads,), (TENSOR_AXIS,)) if config.has_sinks else None
         self.qkv = FusedQKV(build, bias=qkv_bias)
         heads = config.num_heads, config.head_dim
         self.out = Linear(build, heads, (config.hidden_size,), in_axis=0, bias=out_bias)
-        self.mlp = GatedMLP(build)
+        self.mlp = GatedMLP(build) if kind.mlp == "dense" else ExpertMLP(build)
 
     def attend(
         self, layer_index: int, x: jax.Array, rotation: Rotation | None, attention: Attention

@@ -98,6 +98,11 @@ def _family(values: dict[str, Any]) -> Family:
         found = [row for row in FAMILIES.values() if row.hf_model_type == model_type]
     if found:
         return found[0]
+    if values.get("kv_lora_rank") is not None:
+        raise UnsupportedModelError(
+            f"architectures={names!r}: multi-head latent attention (MLA, kv_lora_rank="
+            f"{values['kv_lora_rank']!r}) is not supported; docs/limits.md says what it would need"
+        )
     raise UnsupportedModelError(
         f"architectures={names!r}, model_type={model_type!r} is not supported; "
         f"supported: {', '.join([*(row.hf_architecture for row in FAMILIES.values()), *MULTIMODAL])}"

@@ -103,7 +103,7 @@ class Linear(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         small_batch_product = self._small_batch_product(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.supports(x.shape[0], kernel.shape[-1], x.dtype):
-            parts = sums.partial(small_batch_product or self._product, x, kernel, self._specs)
+            parts = sums.partial(small_batch_product or self._product, (x, kernel), self._specs)
             return PartialSums(sums, parts, bias)
         # With the compiler's sum and a bias, XLA does the product, too: our kernel was not measured there.
         if small_batch_product is not None and (bias is None or not self._adds_up):

@@ -27,12 +27,14 @@ from model_defs.families import (
     llama,
     ministral3,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
     opt,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
 )
 from model_defs.family import Family
@@ -61,6 +63,8 @@ FAMILIES: dict[str, Family] = {
         cohere2.FAMILY,
         gemma3.FAMILY,
         gemma2.FAMILY,
+        qwen3_moe.FAMILY,
+        mixtral.FAMILY,
     )
 }
 """All families, by name."""
@@ -126,12 +130,27 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in abstract_parameters(config))
 
 
+def num_active_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters that compute a token: of experts only those that it chooses."""
+    return num_parameters(config) - _num_unchosen(config)
+
+
 @functools.cache
 def num_layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters in the layers, which every token uses, also without sampling."""
+    """Return the number of parameters in the layers that compute a token, also without sampling."""
     mesh = AbstractMesh((1,), (TENSOR_AXIS,))
     layers = abstract_model(config, dtype="auto", mesh=mesh).layers
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+    return total - _num_unchosen(config)
+
+
+def _num_unchosen(config: ModelConfig) -> int:
+    """Return the number of parameters of the experts that a token does not choose, in all layers."""
+    if config.experts is None:
+        return 0
+    num_layers = sum(kind.mlp == "moe" for kind in config.kinds)
+    num_others = config.experts.num_experts - config.experts.num_chosen
+    return num_layers * num_others * 3 * config.hidden_size * config.experts.width
 
 
 def parameter_bytes(config: ModelConfig, *, dtype: str = "auto", tensor_parallel_size: int = 1) -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import optimization_barrier
 
-from model_defs.config import ModelConfig
+from model_defs.config import ExpertsConfig, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -133,6 +133,34 @@ def attention_recipes(config: ModelConfig, out_name: str, *, num_adjacent: int =
         ),
         "out.kernel": Recipe((f"self_attn.{out_name}.weight",), ((hidden, heads * dim),), split_heads, 1),
         "out.bias": vector(f"self_attn.{out_name}.bias", hidden),
+    }
+
+
+class ExpertNames(NamedTuple):
+    """Names of the tensors of a layer's experts; `{}` stands for the number of the expert."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+def expert_recipes(hidden: int, config: ExpertsConfig, names: ExpertNames) -> dict[str, Recipe]:
+    """Return the recipes of the router and of the stacked experts, from one tensor for each expert."""
+    num, wide = config.num_experts, config.width
+
+    def stack_pairs(*weights: jax.Array) -> jax.Array:
+        return jnp.stack(weights).reshape(num, 2, *weights[0].shape)
+
+    def stack(*weights: jax.Array) -> jax.Array:
+        return jnp.stack(weights)
+
+    pairs = tuple(name.format(i) for i in range(num) for name in (names.gate, names.up))
+    downs = tuple(names.down.format(i) for i in range(num))
+    return {
+        "mlp.router": table(names.router, num, hidden),
+        "mlp.experts.gate_up": Recipe(pairs, ((wide, hidden),) * len(pairs), stack_pairs, 0),
+        "mlp.experts.down": Recipe(downs, ((hidden, wide),) * num, stack, 1),
     }
 
 

@@ -278,8 +278,11 @@ def cost_subject(
 
 def _layers_by_cost(model: ModelConfig) -> str:
     """Return `CostSubject.layers`. Kinds that cost the same, such as other rotations, are not told apart."""
+    found, experts = model.experts, ""
+    if found is not None:
+        experts = f" moe {found.num_chosen} of {found.num_experts} x {found.width}"
     names = Counter(
-        ("full" if kind.window is None else f"window {kind.window}") + " moe" * (kind.mlp == "moe")
+        ("full" if kind.window is None else f"window {kind.window}") + experts * (kind.mlp == "moe")
         for kind in model.layer_kinds or (LayerKind(),)
     )
     if len(names) == 1:

@@ -55,7 +55,7 @@ USUAL_STEP_TOKENS = 512
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
-DECODE_MATMULS = ("auto", "xla")
+DECODE_MATMULS = EXPERT_MATMULS = ("auto", "xla")
 COST_CHOICES = ("auto", "analytic")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "qwen3_xml", "llama3_json", "pythonic", "mistral", "mistral_v3"),
@@ -420,6 +420,11 @@ class RunnerConfig:
         "auto",
         one_of(DECODE_MATMULS),
         "Matrix multiplication of small steps with a layer's weights: auto (the fastest supported) or xla.",
+    )
+    expert_matmul: str = option(
+        "auto",
+        one_of(EXPERT_MATMULS),
+        "Products of a mixture of experts: auto (the fastest supported) or xla.",
     )
     num_layer_groups: int | None = option(
         None,

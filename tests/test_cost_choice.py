@@ -78,6 +78,21 @@ def test_a_full_models_profile_does_not_pass_for_one_with_windows():
         CostProfile.load(path, subject(window))
 
 
+def test_experts_are_part_of_a_subject_and_only_the_chosen_ones_cost():
+    """A profile of one mixture is not that of another, even of equal dimensions."""
+    model = preset("qwen3-30b-a3b")
+
+    def layers(model) -> str:
+        return assembly.cost_subject(model, dtype="bfloat16", tensor_parallel_size=1, chunk_tokens=32).layers
+
+    assert layers(model) == "full moe 8 of 128 x 768"
+    some = dataclasses.replace(model, layer_kinds=(LayerKind(), LayerKind(mlp="moe")) * 24)
+    assert layers(some) == "24 full, 24 full moe 8 of 128 x 768"
+    more = dataclasses.replace(model, experts=dataclasses.replace(model.experts, num_experts=256))
+    costs = [assembly.estimated_cost_model(one, 32).chunk_cost_s(4096) for one in (model, more)]
+    assert layers(more) != layers(model) and costs[1] == pytest.approx(costs[0], rel=0.01), "a larger router"
+
+
 def test_the_analytic_costs_of_a_window_are_flat_beyond_it():
     full, kinds = preset("llama2-13b-gqa10"), (LayerKind(window=1024), LayerKind())
     costs = {

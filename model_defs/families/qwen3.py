@@ -1,6 +1,6 @@
 """Qwen3: the gated decoder with a norm over each head of queries and keys, before the rotation.
 
-Owns this layer, and the family's config.json, weight map and presets. `head_dim` is a separate option: heads
+Owns the family's config.json, weight map and presets. `head_dim` is a separate option: heads
 times `head_dim` need not equal the hidden size. Some layers may have a window; see `qwen_layer_kinds`. The
 official chat template removes the reasoning of a reply when a later question follows, and puts empty
 reasoning before a reply without any. So a turn replaces the end of the earlier tokens, and computes it again.
@@ -8,8 +8,6 @@ reasoning before a reply without any. So a turn replaces the end of the earlier 
 
 import functools
 from typing import Any
-
-import jax
 
 from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.family import Family
@@ -22,10 +20,11 @@ from model_defs.gated_checkpoints import (
     written_gated,
     written_qwen_kinds,
 )
-from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.gated_decoder import GatedDecoder
+from model_defs.head_norms import HeadNormLayer, head_norm_recipes
 from model_defs.hf_options import boolean
-from model_defs.layers import Build, HeadNorm
-from model_defs.tensor_recipes import WeightMap, vector
+from model_defs.layers import Build
+from model_defs.tensor_recipes import WeightMap
 from model_defs.tiny_preset import tiny_preset
 
 _DEFAULTS = Defaults(max_positions=32768, num_kv_heads=32, head_dim=128)
@@ -53,20 +52,6 @@ _PRESETS = {
 }
 
 
-class Qwen3Layer(GatedLayer):
-    """Gated decoder layer that norms each head of queries and keys."""
-
-    def __init__(self, build: Build, kind: LayerKind) -> None:
-        """Declare the layer's arrays."""
-        bias = build.config.attention_bias
-        super().__init__(build, kind, qkv_bias=bias, out_bias=bias)
-        self.q_norm, self.k_norm = HeadNorm(build), HeadNorm(build)
-
-    def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = super().project(normed)
-        return self.q_norm(q), self.k_norm(k), v
-
-
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     bias = boolean(values, "attention_bias", False)
     kinds = qwen_layer_kinds(values)
@@ -78,15 +63,12 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _make_model(build: Build) -> GatedDecoder:
-    return GatedDecoder(build, functools.partial(Qwen3Layer, build))
+    return GatedDecoder(build, functools.partial(HeadNormLayer, build))
 
 
 def _weight_map(config: ModelConfig) -> WeightMap:
     outer, layer = gated_weight_map(config)
-    norms = {
-        f"{name}.scale": vector(f"self_attn.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm")
-    }
-    return WeightMap(outer, layer | norms)
+    return WeightMap(outer, layer | head_norm_recipes(config.head_dim))
 
 
 FAMILY = Family(

@@ -79,7 +79,10 @@ def parse_awq(options: Options) -> Awq:
         raise options.refusal(f"bits={bits}", f"AWQ of {bits} bits is not supported, that of {BITS} is")
     for name in ("version", "format", "checkpoint_format"):
         options.choice(name, "gemm", ("gemm",), "AWQ's version")
+    options.choice("method", "awq", ("awq",), "the method")
     options.choice("pack_dtype", "int32", ("int32",), "words")
+    if options.text("backend", "auto") == "llm-awq":
+        raise options.refusal("backend='llm-awq'", "the packing of llm-awq is not supported, AutoAWQ's is")
     if not options.boolean("zero_point", True):
         raise options.refusal("zero_point=False", "AWQ without zero points is not supported")
     group = options.group_size("group_size", "q_group_size")

@@ -136,6 +136,7 @@ class ModelRunner:
             num_top=self._num_top,
             exchange=self._exchange,
             small_batch_matmul=self.kernels.decode_matmul.name,
+            experts="xla" if self.kernels.experts is None else self.kernels.experts.name,
         )
         self._adjuster = Adjuster(
             model_config.vocab_size,

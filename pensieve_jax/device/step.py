@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model_defs.all_reduce import AllReduce, SumSpec, summing
 from model_defs.attention import PagedAttention, RaggedBatch
 from model_defs.config import LayerKind
+from model_defs.experts import computing_experts
 from model_defs.sharding import constrain
 from model_defs.small_batch_matmul import XLA, multiplying_by
 from pallas_kernels.ragged_paged_attention import TileSpec
@@ -56,6 +57,7 @@ class LayerArguments:
     backend: str
     sums: SumSpec | None = None  # None uses the compiler's sums
     small_batch_matmul: str = XLA  # the back end that multiplies small batches with weights
+    experts: str = XLA  # the back end of a mixture of experts
 
 
 @functools.partial(jax.jit, static_argnames=("statics",))
@@ -117,9 +119,11 @@ def run_layers(
     if statics.sums is not None:
         assert table is not None
         sums = AllReduce(statics.sums, table, statics.mesh)
-    # `Linear` reads both choices while the model is traced; `small_batch_matmul` says why. Both are in
+    # Layers read these choices while the model is traced; `small_batch_matmul` says why. All are in
     # `statics`, so a program that was compiled for other choices is never reused.
-    with summing(sums), multiplying_by(statics.small_batch_matmul):
+    num_tokens = batch.cu_q_lens[batch.num_seqs[0]]
+    experts = computing_experts(statics.experts, num_tokens)
+    with summing(sums), multiplying_by(statics.small_batch_matmul), experts:
         hidden = model.run_layers(hidden, plan["positions"], attention, 0, len(statics.kinds))
     return attention.kv_pages, constrain(hidden, statics.mesh)
 

@@ -93,6 +93,7 @@ class StepPrograms:
         num_top: int,
         exchange: Exchange,
         small_batch_matmul: str,
+        experts: str,
     ) -> None:
         """Keep the inputs of the programs.
 
@@ -107,6 +108,7 @@ class StepPrograms:
           num_top: number of most likely ids that a sampler returns.
           exchange: the implementation that adds up the devices' partial sums.
           small_batch_matmul: the back end that multiplies small batches with weights.
+          experts: the back end of a mixture of experts.
         """
         self._config, self._storage = model.config, storage
         self._front, self.front = ModelStructure.split(model, model.front)
@@ -120,7 +122,7 @@ class StepPrograms:
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
         self._sums, self._exchanged = exchange.sums, exchange.arrays
-        self._small_batch_matmul = small_batch_matmul
+        self._small_batch_matmul, self._experts = small_batch_matmul, experts
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -171,6 +173,7 @@ class StepPrograms:
             self._backend,
             self._sums,
             self._small_batch_matmul,
+            self._experts,
         )
         pool: Any = jax.ShapeDtypeStruct(storage.shape, storage.dtype, sharding=storage.sharding)
         given = leaves, [pool] * len(kinds), self._hidden(bucket), self._words(bucket), *self._exchanged[:1]

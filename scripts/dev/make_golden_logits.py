@@ -97,6 +97,7 @@ _SIGLIP = {
     "patch_size": 2,
 }
 _MISTRAL = {"num_key_value_heads": 2, "intermediate_size": 40, "rms_norm_eps": 1e-5}
+_QWEN3_MOE = _QWEN3 | {"moe_intermediate_size": 16}
 _GPT2 = {"layer_norm_epsilon": 1e-4}
 _PHI3 = {"hidden_size": 32, "intermediate_size": 40}
 _QWEN_VISION = {
@@ -386,6 +387,22 @@ VARIANTS: dict[str, Variant] = {
         vision=_SIGLIP,
         seed=213,
     ),
+    "qwen3_moe_gqa": Variant(
+        "qwen3_moe",
+        _QWEN3_MOE
+        | {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
+        seed=301,
+    ),
+    "qwen3_moe_raw": Variant(
+        "qwen3_moe",
+        _QWEN3_MOE
+        | {"num_experts": 16, "num_experts_per_tok": 2, "tie_word_embeddings": True}
+        | {"num_hidden_layers": 3, "mlp_only_layers": [1], "moe_intermediate_size": 8},
+        seed=302,
+    ),
+    "mixtral_gqa": Variant(
+        "mixtral", _MISTRAL | {"num_local_experts": 6, "num_experts_per_tok": 2}, seed=303
+    ),
 }
 """Variants by name. Append new ones at the end, with a seed that no other has."""
 
@@ -409,6 +426,8 @@ def build(variant: Variant, seed: int) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = name.endswith("weight") and parameter.ndim == 1
             parameter.copy_(center + 0.2 * noise if is_scale else 0.3 * noise)
+            if name.endswith("mlp.gate.weight"):
+                parameter[-1] *= 0.01  # the last expert is hardly ever chosen
             # Saved weights are rounded, and logits must be those of the rounded weights.
             parameter.copy_(parameter.to(getattr(torch, variant.save_dtype)).float())
     return model.eval()

@@ -18,10 +18,13 @@ Then run this:
 Each variant is a safetensors file with the tensors of a layer `layer.*` as the format stores them, the
 decoded weight as `expected.float32` and `expected.bfloat16`, and in its metadata the `quantization_config`.
 Two variants follow a formula, since none of these libraries has code for them: `pack_int4_g_idx`, `gptq_v2`.
+Whole models are directories that compressed-tensors saved, with the logits that transformers computes of
+decoded weights.
 """
 
 import importlib.util
 import json
+import shutil
 import sys
 import types
 from collections.abc import Callable
@@ -220,12 +223,73 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 """Variants by name. The seed depends on the index in this table, so append new ones at the end."""
 
 
+_SIZES = {"hidden_size": 32, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 16}
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_pack_int4_zeros": ("llama", _INT4),
+    "qwen3_float_channel": ("qwen3", _FLOAT8),
+}
+"""Whole models by name: `model_type`, and how weights of layers are quantized."""
+
+
+def save_model(model_type: str, options: dict[str, Any], directory: Path, seed: int) -> None:
+    """Quantize a tiny model, save it by compressed-tensors, and compute its logits by transformers."""
+    import numpy as np
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+        apply_quantization_config,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+    from make_golden_logits import NUM_TOKENS, Variant, build, logits_of
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    weights = QuantizationArgs(**options)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    model = build(Variant(model_type, _SIZES), seed).to(torch.bfloat16)
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    )
+    for module in model.modules():
+        if not hasattr(module, "weight_scale"):
+            continue
+        groups = module.weight.float().reshape(*module.weight_scale.shape, -1)
+        scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), weights)
+        module.weight_scale.data.copy_(scales)
+        if not weights.symmetric:
+            module.weight_zero_point.data.copy_(zeros)
+        module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(directory)
+    compressor.update_config(directory)
+
+    decode = CompressedTensorsConfig(dequantize=True)
+    decoded = AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=decode, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    input_ids = np.random.default_rng(seed).integers(0, 64, NUM_TOKENS)
+    logits = logits_of(decoded.float().eval(), input_ids)
+    np.savez_compressed(directory / "logits.npz", input_ids=input_ids, logits=logits)
+    for path in directory.iterdir():
+        path.chmod(0o644)
+
+
 def main(argv: list[str]) -> None:
     del argv
     from safetensors.torch import save_file
 
     root = Path(FLAGS.output)
     root.mkdir(parents=True, exist_ok=True)
+    for index, (name, (model_type, options)) in enumerate(MODELS.items()):
+        if not FLAGS.variants or name in FLAGS.variants:
+            shutil.rmtree(root / name, ignore_errors=True)
+            save_model(model_type, options, root / name, FLAGS.seed + index)
+            print(f"{name}: {sum(path.stat().st_size for path in (root / name).iterdir())} bytes")
     for index, (name, make) in enumerate(VARIANTS.items()):
         if FLAGS.variants and name not in FLAGS.variants:
             continue
@@ -242,6 +306,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_string("output", "tests/models/golden_quantized", "Directory to write the variants into.")
     flags.DEFINE_string("sources", "/tmp/golden", "Directory with autoawq and auto-gptq, unpacked.")
-    flags.DEFINE_multi_enum("variants", [], list(VARIANTS), "Variants to make; default: all.")
+    flags.DEFINE_multi_enum("variants", [], [*VARIANTS, *MODELS], "Variants to make; default: all.")
     flags.DEFINE_integer("seed", 20261130, "Seed of the codes.")
     app.run(main)

@@ -123,7 +123,7 @@ def test_layers_have_their_annotated_shapes() -> None:
     with summing(sums):
         parts = out.deferred(heads)
     assert isinstance(parts, PartialSums) and not mismatches(Linear.deferred, out, heads, result=parts)
-    args = None, heads, out.kernel[...], (None, None)
+    args = out._product, (heads, out.kernel[...]), out._specs
     assert not mismatches(AllReduce.partial, sums, *args, result=parts.parts)
     assert not mismatches(AllReduce.total, sums, parts, result=sums.total(parts))
     assert not mismatches(finish_sum, parts, result=finish_sum(parts))

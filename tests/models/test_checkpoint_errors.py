@@ -369,6 +369,8 @@ def test_the_fingerprint_is_of_the_beginning_of_every_tensor(llama: Path) -> Non
         ("gpt2_untied", 4),
         ("phi3_short", 4),
         ("olmo2_bias", 2),
+        ("qwen3_moe_gqa", 2),
+        ("mixtral_gqa", 2),
         ("glm4_bias", 2),
         ("cohere2_bias", 2),
         ("gemma3_ropes", 2),

@@ -23,6 +23,7 @@ TINY_POOLS = {"gpu_pages": 6, "cpu_pages": 3}  # two conversations, and one
 LARGE_POOLS = {"gpu_pages": 16, "cpu_pages": 0}
 IN_SHORT = {  # one of each family that no other test of the engine serves
     "olmo2_gqa",
+    "qwen3_moe_raw",
     "phi3_long",
     "gpt2_tied",
     "granite_tied",

@@ -23,6 +23,7 @@ IN_SHORT = {  # paged as well
     "gemma2_window",
     "opt_post_norm",
     "qwen3_gqa",
+    "qwen3_moe_raw",
 }
 
 
@@ -57,7 +58,19 @@ def test_paged_over_several_steps(variant: str) -> None:
     np.testing.assert_allclose(np.concatenate(got), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ["mistral_short_window", "qwen2_late_window", "qwen3_early_window"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "mistral_short_window",
+        "qwen2_late_window",
+        "qwen3_early_window",
+        "cohere2_window",
+        "gemma2_window",
+        "gemma3_ropes",
+        "olmo3_window",
+        "smollm3_window",
+    ],
+)
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_window_that_is_off_by_one_is_found(variant: str, change: int) -> None:
     token_ids, expected = golden(variant)

@@ -11,6 +11,7 @@ import pytest
 from model_defs import (
     AttentionOptions,
     DenseAttention,
+    ExpertsConfig,
     LayerKind,
     Model,
     ModelConfig,
@@ -195,7 +196,11 @@ def test_a_family_without_a_feature_refuses_it() -> None:
         ("opt-tiny", {"layer_kinds": (LayerKind(window=8),) * 2}, "layer_kinds=.* is not supported by 'opt'"),
         ("opt-tiny", {"has_sinks": True}, "has_sinks=True is not supported by 'opt'"),
         ("gpt2-tiny", {"embedding_scale": 2.0}, "embedding_scale=2.0 is not supported by 'gpt2'; 1.0 is"),
-        ("llama-tiny", {"layer_kinds": (LayerKind(mlp="moe"),) * 2}, "mlp='moe' is not supported by 'llama'"),
+        (
+            "opt-tiny",
+            {"layer_kinds": (LayerKind(mlp="moe"),) * 2, "experts": ExpertsConfig(4, 2, 32)},
+            "layer_kinds=.* is not supported by 'opt'",
+        ),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
             abstract_model(preset(name, **fields), dtype="auto", mesh=make_mesh(1))

@@ -80,6 +80,7 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
         "olmo2_gqa",
         "phi3_long",
         "gpt2_tied",
+        "qwen3_moe_raw",
         pytest.param("granite_tied", marks=pytest.mark.long),
         pytest.param("ministral3_growth", marks=pytest.mark.long),
         pytest.param("glm4_yarn", marks=pytest.mark.long),

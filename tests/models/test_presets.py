@@ -50,6 +50,8 @@ BILLIONS = {
     "gpt2": 0.1244,
     "gpt2-large": 0.774,
     "olmo2-7b": 7.30,
+    "qwen3-30b-a3b": 30.53,
+    "mixtral-8x7b": 46.70,
     "glm4-9b": 9.40,
     "smollm3-3b": 3.08,
     "olmo3-7b": 7.30,
@@ -74,11 +76,13 @@ TINY = [
     "cohere2-tiny",
     "gemma3-tiny",
     "gemma2-tiny",
+    "qwen3_moe-tiny",
+    "mixtral-tiny",
 ]
 WINDOWED = ["qwen3-window-tiny", "mistral-window-tiny"]
 TINY += WINDOWED
 QUICK = [*TINY, "opt-13b", "llama2-13b-gqa10"]  # the others differ only in numbers
-RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
+RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel", ".experts.down")
 
 
 @pytest.mark.parametrize("name", BILLIONS)

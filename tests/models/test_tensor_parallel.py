@@ -6,7 +6,7 @@ Sizes that do not divide are refused.
 import numpy as np
 import pytest
 
-from model_defs import ModelConfig, ShardingError, make_mesh, preset, random_model
+from model_defs import ExpertsConfig, ModelConfig, ShardingError, make_mesh, preset, random_model
 from model_defs.parameters import named_parameters
 from tests.collectives import collectives
 from tests.models.helpers import PagedStep, dense_logits
@@ -30,6 +30,8 @@ CONFIGS = {
     "ministral3": preset("ministral3-tiny", initial_norm_scale=1.0),
     "phi3": preset("phi3-tiny", initial_norm_scale=1.0),
     "olmo2": preset("olmo2-tiny", initial_norm_scale=1.0, attention_bias=True),
+    "qwen3_moe": preset("qwen3_moe-tiny", num_kv_heads=4, initial_norm_scale=1.0),
+    "mixtral": preset("mixtral-tiny", initial_norm_scale=1.0),
     "glm4": preset("glm4-tiny", initial_norm_scale=1.0),
     "smollm3": preset("smollm3-tiny", initial_norm_scale=1.0),
     "olmo3": preset("olmo3-tiny", initial_norm_scale=1.0),
@@ -56,6 +58,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
     [
         ("llama", (4,)),
         ("opt", (2,)),
+        ("qwen3_moe", (4,)),
         ("llama_tied_odd_vocab", (2,)),
         *(
             pytest.param(name, sizes, marks=pytest.mark.long)
@@ -72,6 +75,7 @@ def paged_logits(config: ModelConfig, tp: int) -> np.ndarray:
                     "ministral3": (2,),
                     "phi3": (2,),
                     "olmo2": (2,),
+                    "mixtral": (2,),
                     "glm4": (2,),
                     "smollm3": (2,),
                     "olmo3": (2,),
@@ -104,10 +108,10 @@ def test_norms_over_all_heads_add_one_sum_to_a_layer() -> None:
 
 def test_nothing_large_is_replicated() -> None:
     """Every matrix is split, except what a vocabulary or a learned position table forbids."""
-    for name in ("llama", "opt", "qwen3"):
+    for name in ("llama", "opt", "qwen3", "qwen3_moe"):
         for key, parameter in named_parameters(random_model(CONFIGS[name], mesh=make_mesh(4))):
             value = parameter.get_value()
-            if value.ndim > 1 and key != "position_table":
+            if value.ndim > 1 and key != "position_table" and not key.endswith(".router"):
                 assert value.addressable_shards[0].data.size * 4 == value.size, key
 
 
@@ -117,6 +121,10 @@ def test_nothing_large_is_replicated() -> None:
         ({"num_heads": 6, "num_kv_heads": 6}, "num_heads=6 is not divisible by tp=4"),
         ({"num_kv_heads": 2}, "num_kv_heads=2 is not divisible by tp=4"),
         ({"num_kv_heads": 4, "intermediate_size": 130}, "intermediate_size=130 is not divisible by tp=4"),
+        (
+            {"num_kv_heads": 4, "experts": ExpertsConfig(4, 2, 90)},
+            r"experts.width=90 is not divisible by tp=4 \(the model has num_heads=4, .* experts.width=90\)",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(overrides: dict[str, int], message: str) -> None:
@@ -138,7 +146,7 @@ def test_the_vocabulary_table_is_never_gathered() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["opt", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3"))]
+    "name", ["opt", *(pytest.param(n, marks=pytest.mark.long) for n in ("llama", "qwen3", "mixtral"))]
 )
 def test_a_layer_has_two_all_reduces(name: str) -> None:
     """They follow attention and the MLP, plus one for the embedding; nothing else is exchanged."""

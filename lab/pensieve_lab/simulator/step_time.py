@@ -3,7 +3,8 @@
 Owns: the model of a step's time, and of the heat from matrix products. Three parts run in sequence in each
 layer, so they add up:
   dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
-             maximum); arithmetic takes longer on a device that is hot from it;
+             maximum); arithmetic takes longer on a device that is hot from it. Of experts a step reads those
+             that its tokens are expected to choose;
   attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
              rows together take at least the serial time of the longest context. Profiles with tiles have the
              time of the kernel's fullest program instead of arithmetic. Layers with a window read and compute
@@ -97,11 +98,10 @@ class StepTime:
     """Duration of a step as a function of its load."""
 
     def __init__(self, costs: StepCosts, buckets: tuple[int, ...]) -> None:
-        """Precompute the times of `buckets`, the padded step sizes in ascending order."""
+        """Keep the costs. `buckets` are the padded step sizes in ascending order."""
         self._costs = costs
         self._buckets = buckets
-        self._dense_and_rest_s = {bucket: self._of_bucket(bucket) for bucket in buckets}
-        self._hot_s = {bucket: self._of_bucket(bucket, 1.0) - self._of_bucket(bucket) for bucket in buckets}
+        self._by_size: dict[tuple[int, int], tuple[float, float]] = {}
         self._padding_s: dict[int, float] = {}
 
     def seconds(self, load: StepLoad, heat: float | None = None) -> float:
@@ -113,13 +113,13 @@ class StepTime:
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
             heat = float(self.is_heating(bucket))
-        dense_and_rest_s = self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket]
-        return dense_and_rest_s + self._attention_s(load, bucket)
+        rested_s, hot_s = self._dense_and_rest_s(bucket, load.num_tokens)
+        return rested_s + heat * hot_s + self._attention_s(load, bucket)
 
     def is_heating(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
         weights."""
-        return self._costs.token_s * num_tokens > self._costs.weight_read_s
+        return self._costs.token_s * num_tokens > self._read_s(num_tokens)
 
     def padding_s(self, num_tokens: int) -> float:
         """Return the time that a step of `num_tokens` would save in a bucket of exactly that size.
@@ -129,16 +129,33 @@ class StepTime:
         """
         seconds = self._padding_s.get(num_tokens)
         if seconds is None:
-            of_bucket = self._dense_and_rest_s[bucket_for(self._buckets, num_tokens)]
-            seconds = self._padding_s[num_tokens] = of_bucket - self._of_bucket(num_tokens)
+            of_bucket, exact = (
+                self._dense_and_rest_s(size, num_tokens)[0]
+                for size in (bucket_for(self._buckets, num_tokens), num_tokens)
+            )
+            seconds = self._padding_s[num_tokens] = of_bucket - exact
         return seconds
 
-    def _of_bucket(self, num_tokens: int, heat: float = 0.0) -> float:
+    def _dense_and_rest_s(self, bucket: int, num_tokens: int) -> tuple[float, float]:
+        """Return the time on a rested device, and what a hot one takes more, for `num_tokens` in a bucket."""
+        size = bucket, 0 if self._costs.experts is None else num_tokens
+        found = self._by_size.get(size)
+        if found is None:
+            rested_s, hot_s = (self._of_bucket(bucket, num_tokens, heat) for heat in (0.0, 1.0))
+            found = self._by_size[size] = rested_s, hot_s - rested_s
+        return found
+
+    def _of_bucket(self, bucket: int, num_tokens: int, heat: float) -> float:
         costs = self._costs
         token_s = costs.token_s * (1 + costs.hot_share * heat)
-        read_s, compute_s, power = costs.weight_read_s, token_s * num_tokens, costs.overlap
+        read_s, compute_s, power = self._read_s(num_tokens), token_s * bucket, costs.overlap
         dense_s: float = (read_s**power + compute_s**power) ** (1 / power)
-        return dense_s + costs.step_s + costs.padded_token_s * num_tokens
+        return dense_s + costs.step_s + costs.padded_token_s * bucket
+
+    def _read_s(self, num_tokens: int) -> float:
+        """Return the time to read the weights that a step of `num_tokens`, without padding, needs."""
+        experts = self._costs.experts
+        return self._costs.weight_read_s + (0.0 if experts is None else experts.step_read_s(num_tokens))
 
     def _attention_s(self, load: StepLoad, bucket: int) -> float:
         return sum(

@@ -12,6 +12,7 @@ import pytest
 from pensieve_jax import ConfigError
 from pensieve_lab.simulator import DeviceProfile, profile_names, step_time
 from pensieve_lab.simulator import profile as profile_module
+from pensieve_lab.simulator.profile import ExpertCosts
 from pensieve_lab.simulator.step_time import StepLoad, StepTime, ThermalModel
 
 H200 = DeviceProfile.load("h200_llama2-13b-gqa10")
@@ -278,3 +279,38 @@ def test_a_profile_of_tiles_needs_every_number(tmp_path):
     path.write_text(json.dumps(values), "utf-8")
     with pytest.raises(ConfigError, match="'num_programs' above 0"):
         DeviceProfile.load(path)
+
+
+EXPERTS = ExpertCosts(num_experts=128, num_chosen=8, read_s=12.8)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    """Padding chooses none; arithmetic is that of the bucket."""
+    costs = dataclasses.replace(H200.step, experts=EXPERTS)
+    time = StepTime(costs, (16, 2048))
+    read_s = {num: time.seconds(load_of([(num, 1, 10)])) for num in (1, 2, 16)}
+    assert read_s[1] == pytest.approx(0.8, rel=0.01)
+    assert read_s[2] - read_s[1] == pytest.approx(0.8 * (1 - 8 / 128), rel=0.01)
+    assert time.seconds(load_of([(1, 2000, 2000)])) == pytest.approx(12.8, rel=0.01)
+    assert time.padding_s(2) < 1e-3, "padding reads no experts"
+    assert not time.is_heating(2048) and StepTime(H200.step, (2048,)).is_heating(2048)
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        ({"num_experts": 4, "num_chosen": 5, "read_s": 1.0}, "num_chosen from 1 to num_experts"),
+        ({"num_experts": 4.0, "num_chosen": 2, "read_s": 1.0}, "integers num_experts"),
+        ({"num_experts": 4, "num_chosen": 2, "read_s": 0}, "'read_s' above 0"),
+        ([], "experts"),
+    ],
+)
+def test_experts_of_a_profile_are_checked(tmp_path, experts, says):
+    values = json.loads(PATH.read_text())
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values | {"step": values["step"] | {"experts": experts}}))
+    with pytest.raises(ConfigError, match=says):
+        DeviceProfile.load(path)
+    good = {"num_experts": 128, "num_chosen": 8, "read_s": 12.8}
+    path.write_text(json.dumps(values | {"step": values["step"] | {"experts": good}}))
+    assert DeviceProfile.load(path).step.experts == EXPERTS

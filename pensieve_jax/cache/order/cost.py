@@ -94,8 +94,8 @@ class CostSubject:
       device: device kind, as the runtime names it.
       tensor_parallel_size: devices that share each layer.
       chunk_tokens: tokens per chunk.
-      layers: what layers cost beside their dimensions: "full" for plain ones, "window 4096", or numbers of
-        each, such as "20 full, 8 window 4096".
+      layers: what layers cost beside their dimensions: "full" for plain ones, "window 4096", "full moe 8 of
+        128 x 768" with experts, or numbers of each, such as "20 full, 8 window 4096".
     """
 
     architecture: str

@@ -51,6 +51,28 @@ def test_on_cpus_nothing_grows():
     assert not any(name.endswith("of host memory") for name in bench.preparations)
 
 
+def test_small_chunks_share_arrays(monkeypatch):
+    """A host tier of a small model has 100,000s of chunks, and each array takes time."""
+    monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
+    pool = HostPool(storage, 1000, 24)
+    device_put, pinned = jax.device_put, []
+
+    def record(arrays, sharding):
+        pinned.extend(arrays if isinstance(arrays, list) else [])
+        return device_put(arrays, sharding)
+
+    monkeypatch.setattr(host_pool.jax, "device_put", record)
+    assert len(list(pool.grow())) == pool.num_pieces == 16
+    assert sum(array.nbytes for array in pinned) == 1024 * storage.slot_bytes
+    assert len(pinned) == 16 * len(storage.groups)
+
+
+def test_chunks_of_large_models_have_arrays_of_their_own():
+    sizes = [2**12, 2**20, 2**20 + 1, 2**22, 2**22 + 1, 2**24]
+    assert [host_pool.chunks_per_array(size) for size in sizes] == [64, 4, 2, 1, 1, 1]
+
+
 def test_more_host_memory_than_there_is_is_refused(monkeypatch):
     """The check precedes the allocation; the error has the numbers, and a size that fits."""
     storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)

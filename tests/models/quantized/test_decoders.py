@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def decoded(source: Source, entries: Tensors) -> np.ndarray:
     assert source.decode is not None and all(
         part.fault is None or part.fault(a) is None for part, a in zip(source.parts, arrays, strict=True)
     )
-    return np.asarray(source.decode(*arrays))
+    return np.asarray(jax.jit(source.decode)(*arrays))
 
 
 @pytest.mark.parametrize("name", FORMATS)

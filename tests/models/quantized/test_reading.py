@@ -144,6 +144,7 @@ def test_plain_models_have_no_format() -> None:
         (GPTQ | {"mystery": 1}, "mystery=1: unknown option, which may change the weights"),
         (AWQ | {"version": "gemv"}, "version='gemv': AWQ's version must be gemm"),
         (AWQ | {"version": "gemv_fast"}, "version='gemv_fast'"),
+        (AWQ | {"backend": "llm-awq"}, "backend='llm-awq': the packing of llm-awq"),
         (AWQ | {"bits": 8}, "AWQ of 8 bits is not supported, that of 4 is"),
         (AWQ | {"zero_point": False}, "AWQ without zero points"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': weights must be e4m3"),
