@@ -294,6 +294,7 @@ VARIANTS: dict[str, Variant] = {
         vision=_SMALL_VISION | {"image_size": 4, "patch_size": 2},
         seed=113,
     ),
+    "seed_oss_gqa": Variant("seed_oss", _QWEN3 | {"mlp_bias": True}, seed=114),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(
         "olmo2",
