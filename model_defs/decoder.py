@@ -33,6 +33,14 @@ class Decoder(nnx.Module):
     head: Embedding | None
 
     @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Dtype of the computation and, without a format of its own, of the KV cache.
+
+        Scales of some norms have another one.
+        """
+        return self.embed.build.dtype
+
+    @property
     @abc.abstractmethod
     def front(self) -> tuple[str, ...]:
         """Names of the attributes, besides `layers`, that `embed_tokens` reads."""
@@ -80,9 +88,3 @@ class Decoder(nnx.Module):
         if scale != 1.0:
             scores = scores * scale
         return scores if cap is None else cap * jnp.tanh(scores / cap)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype that the model runs in: that of its token table. Some norms have scales in float32."""
-        table: Any = self.embed.table.get_value()
-        return jnp.dtype(table.dtype)

@@ -543,8 +543,8 @@ class EngineConfig:
         cache = self.cache
         return bool(cache.cpu_pages or cache.cpu_bytes or cache.cpu_memory_fraction) or self.wants_host_tier
 
-    def with_num_running(self, num_running: int) -> EngineConfig:
-        """Return a copy with at most `num_running` requests in the batch."""
+    def with_num_running(self, num_running: int | None) -> EngineConfig:
+        """Return a copy with at most `num_running` requests in the batch; None leaves the number open."""
         return replace(self, scheduler=replace(self.scheduler, max_num_running=num_running))
 
     def with_num_buckets(self, *, on_gpu: bool) -> EngineConfig:

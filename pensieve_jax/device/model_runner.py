@@ -115,7 +115,7 @@ class ModelRunner:
         model_config: ModelConfig = model.config
         self._num_top = _checked_num_top(config, model_config)
         every_leaf = ModelStructure.split(model)[1]
-        self.dtype = dtype = model.dtype
+        self.dtype = dtype = model.compute_dtype
         self._replicated, self._device = NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0]
         self.kernels = choose_kernels(model_config, config, dtype, mesh)
         attention = self.kernels.attention

@@ -56,7 +56,7 @@ class ModelStructure:
         arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
         mesh = next(iter(arrays.values())).sharding.mesh
         config = model.config.with_layers(layers)
-        short = abstract_model(config, dtype=model.dtype.name, mesh=mesh)
+        short = abstract_model(config, dtype=model.compute_dtype.name, mesh=mesh)
         structure = cls.split(short, (_LAYERS,))[0]
         return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]
 
