@@ -29,7 +29,7 @@ from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
 # In this order: a multimodal checkpoint may have three of them.
-_PREFIXES = ("model.", "language_model.", "model.", "decoder.", "transformer.")
+_PREFIXES = ("model.", "language_model.", "text_model.", "model.", "decoder.", "transformer.")
 _HEAD = "lm_head.weight"
 _HEAD_MODULE = _HEAD.removesuffix("weight")
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
