@@ -48,6 +48,8 @@ _OWN_VARIABLES: Final = frozenset(
 """Variables whose values follow from the request, so that no argument can give them."""
 _ASKS_FOR_NO_CONTENT: Final = re.compile(r"""content(?:['"]\])?\s+is\s+(?:not\s+)?none""")
 
+_PROBE: Final = "a text that shows whether content is read"
+
 
 class ChatTemplate:
     """A compiled chat template. It stores nothing between calls; threads may share it.
@@ -75,6 +77,7 @@ class ChatTemplate:
                 refuses_all=True,
             ) from error
         self._no_content = None if _ASKS_FOR_NO_CONTENT.search(source) else ""
+        self._reads_parts = not self._writes(_PROBE) and self._writes(_as_parts(_PROBE))
 
     def check_arguments(self, arguments: Mapping[str, Any], field: str) -> None:
         """Raise InvalidRequestError naming `field.name` for an argument that the template does not read."""
@@ -126,14 +129,32 @@ class ChatTemplate:
                 f"change them to what its expressions allow ({error}), or send text with generate",
             ) from error
 
+    def _writes(self, content: Any) -> bool:
+        """Return whether the probe in `content` of a user's message is in what the template writes."""
+        variables = {
+            **self._special_tokens,
+            "messages": [{"role": "user", "content": content}],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            "strftime_now": datetime(2000, 1, 1).strftime,
+        }
+        try:
+            return _PROBE in self._template.render(variables)
+        except (jinja2.TemplateError, *_EXPRESSION_ERRORS):  # it may want other messages or arguments
+            return False
+
     def _as_read(self, message: Message) -> dict[str, Any]:
         """Return a message as templates read it.
 
         It has no keys of value None, its reasoning under each name, and the arguments of calls as objects. A
-        message without content has the content "", or None if the template asks for that.
+        message without content has the content "", or None if the template asks for that. A template that
+        reads content as a list of parts, and would leave out a text, gets a list.
         """
         read = {key: value for key, value in message.items() if value is not None}
         read.setdefault("content", self._no_content)
+        if self._reads_parts and isinstance(read["content"], str):
+            read["content"] = _as_parts(read["content"])
         reasoning = next((read[key] for key in _REASONING_KEYS if key in read), None)
         if reasoning is not None:
             read = {"thinking": reasoning, **read, "reasoning_content": reasoning}
@@ -175,6 +196,11 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     return environment
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    """Return the content of a message as a list of parts."""
+    return [{"type": "text", "text": text}]
 
 
 def _call_as_read(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -214,3 +214,24 @@ def test_encoding_behind_a_control_token_changes_nothing(monkeypatch, kind, name
             whole.end(ids, reply)
     # Other tokenizers do not spell a rendering exactly, and encode all of it.
     assert kind != "byte level" or sum(found > 0 for found in num_found) > 10
+
+
+# Templates of LLaVA, Idefics3 and SmolVLM read a list of parts, and would write nothing of a string.
+PARTS = """\
+{%- for message in messages %}
+{{- message.role | capitalize }}{{ ':' if message.content[0].type == 'image' else ': ' }}
+{%- for part in message.content %}
+{%- if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}{{ '<image>' }}{% endif %}
+{%- endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
+"""
+
+
+def test_a_template_that_reads_parts_gets_parts():
+    conversation = Conversation(Tokenizer(byte_level_backend(), chat_template=PARTS))
+    assert conversation.begin(user("Hi 1")) == (0, "User: Hi 1<|im_end|>\nAssistant:")
+    conversation.end(conversation.tokenizer.encode(" Yes.<|im_end|>", add_bos=False), "Yes.")
+    keep, prompt = conversation.begin(user(""))
+    assert keep > 0 and prompt.endswith("User: <|im_end|>\nAssistant:")
+    assert conversation.text.startswith("User: Hi 1<|im_end|>\nAssistant: Yes.<|im_end|>")
