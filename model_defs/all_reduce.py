@@ -87,12 +87,15 @@ class AllReduce:
         self,
         product: Callable[..., jax.Array],
         x: Annotated[jax.Array, "f[T, *in_shape]"],
-        kernel: Annotated[jax.Array, "f[*in_shape, width]"],
+        weights: Any,
         specs: tuple[Any, Any],
     ) -> Parts:
-        """Return [devices, T, width]: on each device, `product` of its parts of `x` and `kernel`."""
+        """Return [devices, T, width]: on each device, `product` of its parts of `x` and the weights.
+
+        Weights are an array f[*in_shape, width], or a tree of arrays with a tree of `specs`.
+        """
         run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
-        result: jax.Array = run(x, kernel)
+        result: jax.Array = run(x, weights)
         return result
 
     def total(self, y: PartialSums) -> Terms:

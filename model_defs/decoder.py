@@ -10,6 +10,7 @@ import abc
 from typing import Annotated, Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from model_defs.attention import Attention
@@ -30,6 +31,19 @@ class Decoder(nnx.Module):
     layers: nnx.List[Any]
     embed: Embedding
     head: Embedding | None
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Dtype of the computation and, without a format of its own, of the KV cache.
+
+        Weights in 8 bits have another one.
+        """
+        return self.embed.build.dtype
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """Format in 8 bits in which layers keep their weights; None keeps them in `compute_dtype`."""
+        return self.embed.build.weights_dtype
 
     @property
     @abc.abstractmethod

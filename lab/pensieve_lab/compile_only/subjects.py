@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from model_defs import ModelConfig, abstract_model, make_mesh
-from pallas_kernels.decode_matmul import decode_matmul, supports
+from model_defs.weight_formats import weight_format
+from pallas_kernels import byte_matmul, decode_matmul
 from pallas_kernels.ragged_paged_attention import page_dtype, page_shape, ragged_paged_attention, tile_spec
 from pensieve_jax import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.device.exchange import Exchange
@@ -47,11 +48,13 @@ class Wanted(NamedTuple):
       model: the model, with as many layers as a step is to have.
       tokens: numbers of tokens of a step.
       kv_dtype: format of pages; None is bfloat16.
+      weights_dtype: format in 8 bits of the layers' weights; None is bfloat16.
     """
 
     model: ModelConfig
     tokens: Sequence[int]
     kv_dtype: str | None = None
+    weights_dtype: str | None = None
 
 
 def subjects(device: Any, wanted: Wanted, kinds: Sequence[str]) -> Iterator[Subject]:
@@ -101,16 +104,21 @@ def _attention(device: Any, wanted: Wanted) -> Iterator[Subject]:
 
 def _products(device: Any, wanted: Wanted) -> Iterator[Subject]:
     """Yield each product of a layer that the kernel of few rows serves."""
+    kernels = decode_matmul if wanted.weights_dtype is None else byte_matmul
     for tokens in wanted.tokens:
         for what in projections(wanted.model, 1):
-            if not supports(tokens, what.depth, what.width, gated=what.gated, dtype=_DTYPE):
+            if not kernels.supports(tokens, what.depth, what.width, gated=what.gated, dtype=_DTYPE):
                 continue
-            product = functools.partial(decode_matmul, gated=what.gated, backend="pallas_mosaic_gpu")
-            x, w = (
-                jax.ShapeDtypeStruct(shape, _DTYPE)
-                for shape in ((tokens, what.depth), (what.depth, what.num_columns))
-            )
-            yield Subject(f"{what.name}/{tokens}", functools.partial(lowered, device, product, x, w))
+            weights = [jax.ShapeDtypeStruct((what.depth, what.num_columns), _DTYPE)]
+            product: Any = decode_matmul.decode_matmul
+            if wanted.weights_dtype is not None:
+                codes = weight_format(wanted.weights_dtype).dtype
+                weights = [jax.ShapeDtypeStruct((what.num_columns, what.depth), codes)]
+                weights.append(jax.ShapeDtypeStruct((what.num_columns,), jnp.float32))
+                product = byte_matmul.byte_matmul
+            product = functools.partial(product, gated=what.gated, backend="pallas_mosaic_gpu")
+            x = jax.ShapeDtypeStruct((tokens, what.depth), _DTYPE)
+            yield Subject(f"{what.name}/{tokens}", functools.partial(lowered, device, product, x, *weights))
 
 
 def _steps(device: Any, wanted: Wanted) -> Iterator[Subject]:
@@ -129,10 +137,10 @@ def _steps(device: Any, wanted: Wanted) -> Iterator[Subject]:
     )
     mesh = make_mesh(1, [device])
     dtype = np.dtype(_DTYPE)
-    kernels = choose_kernels(model, config, dtype, mesh)
+    kernels = choose_kernels(model, config, dtype, mesh, weights_dtype=wanted.weights_dtype)
     specs = bucket_tile_specs(model, config, dtype, kernels.attention.name, 1)
     programs = StepPrograms(
-        abstract_model(model, dtype=dtype.name, mesh=mesh),
+        abstract_model(model, dtype=dtype.name, mesh=mesh, weights_dtype=wanted.weights_dtype),
         KVStorage(model, config.cache, dtype, mesh),
         bucket_layouts(model, config, specs),
         specs,

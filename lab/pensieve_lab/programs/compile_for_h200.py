@@ -25,6 +25,7 @@ from pallas_kernels.attention_names import KV_DTYPES
 from pensieve_jax import ConfigError
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
+from pensieve_jax.config import WEIGHTS_DTYPES
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.compile_only.figures import ProgramFigures, compiled_figures
 from pensieve_lab.compile_only.gpu import PLUGIN_VARIABLE, compile_only_device, find_plugin
@@ -50,7 +51,7 @@ def wanted() -> Wanted:
     if unknown or not FLAGS.kinds:
         raise ConfigError("--kinds", ",".join(FLAGS.kinds), f"one or more of {', '.join(KINDS)}")
     model = dataclasses.replace(PRESETS[FLAGS.model], num_layers=FLAGS.num_layers)
-    return Wanted(model, tokens, FLAGS.kv_dtype)
+    return Wanted(model, tokens, FLAGS.kv_dtype, FLAGS.weights_dtype)
 
 
 def compile_one(subject: Subject) -> dict[str, Any]:
@@ -88,8 +89,8 @@ def main() -> int:
     ]
     if spilling:
         print("spilled: " + "; ".join(spilling))
-    document = {"model": FLAGS.model, "kv_dtype": FLAGS.kv_dtype, "num_layers": FLAGS.num_layers}
-    document |= {"programs": results}
+    document = {name: FLAGS[name].value for name in ("model", "kv_dtype", "weights_dtype", "num_layers")}
+    document["programs"] = results
     print_document(json_line("compile_for_h200", document, units=_UNITS, device="compile only: NVIDIA H200"))
     is_refused = any("error" in found for found in results)
     return EXIT_FAILED if is_refused or (FLAGS.fail_on_spills and spilling) else 0
@@ -107,6 +108,9 @@ def define_flags() -> None:
     flags.DEFINE_integer("num_layers", 2, "Layers of a step; more take longer to compile.", lower_bound=1)
     flags.DEFINE_list("tokens", ["8", "32", "128"], "Tokens of a step, and rows of products.")
     flags.DEFINE_enum("kv_dtype", None, list(KV_DTYPES), "Format of pages; default: bfloat16.")
+    flags.DEFINE_enum(
+        "weights_dtype", None, WEIGHTS_DTYPES, "Format in 8 bits of the layers' weights; default: bfloat16."
+    )
     flags.DEFINE_bool("fail_on_spills", False, "Exit with status 1 if a kernel spills registers.")
     define_document_flag()
 

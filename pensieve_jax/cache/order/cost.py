@@ -85,11 +85,12 @@ class CostSubject:
     Attributes:
       architecture, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size,
         vocab_size: dimensions of the model.
-      dtype: type of the weights.
+      dtype: type of the computation, and of weights that are not in 8 bits.
       kv_dtype: type of the KV cache; differs from `dtype` only for an 8-bit KV cache.
       device: device kind, as the runtime names it.
       tensor_parallel_size: devices that share each layer.
       chunk_tokens: tokens per chunk.
+      weights_dtype: format in 8 bits in which layers keep their weights; None is `dtype`.
     """
 
     architecture: str
@@ -105,6 +106,7 @@ class CostSubject:
     device: str
     tensor_parallel_size: int
     chunk_tokens: int
+    weights_dtype: str | None = None
 
 
 class CostPoint(NamedTuple):
@@ -231,7 +233,8 @@ class _Reader:
             raise self._error(f"a file of format {_FORMAT!r}", f"found {found!r:.60}: {_MEASURE}")
         subject = self._get(values, "subject", dict)
         subject = {"kv_dtype": subject.get("dtype"), **subject}  # older files lack kv_dtype: it was dtype
-        kinds = {"int": int, "str": str}  # annotations are strings here
+        # Annotations are strings here. Older files lack weights_dtype: it was None.
+        kinds = {"int": int, "str": str, "str | None": str | None}
         fields = {
             f.name: self._get(subject, f.name, kinds[str(f.type)]) for f in dataclasses.fields(CostSubject)
         }

@@ -52,9 +52,11 @@ class ModelStructure:
         kinds = {nnx.split(layer)[0] for layer in model.layers}
         assert len(kinds) == 1, "layers differ in more than their numbers"
         arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
-        some = next(iter(arrays.values()))
+        mesh = next(iter(arrays.values())).sharding.mesh
         config = dataclasses.replace(model.config, num_layers=len(layers))
-        short = abstract_model(config, dtype=some.dtype.name, mesh=some.sharding.mesh)
+        short = abstract_model(
+            config, dtype=model.compute_dtype.name, mesh=mesh, weights_dtype=model.weights_dtype
+        )
         structure = cls.split(short, (_LAYERS,))[0]
         return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]
 
