@@ -19,12 +19,12 @@ from flax import nnx
 from model_defs.config import FORMAT_VERSION, MODEL_CONFIG_FILE, read_saved, saved_weights_dtype
 from model_defs.errors import CheckpointError
 from model_defs.parameters import (
-    KERNEL,
     Filler,
     Parameter,
     Progress,
     fill_parameters,
     has_codes,
+    is_kernel,
     named_parameters,
 )
 from model_defs.registry import Model
@@ -119,7 +119,7 @@ def _filler(model: nnx.Module, root: Path) -> Filler:
     wanted = {}
     for name, parameter in named_parameters(model):
         kept: Kept | None = parameter.get_metadata().get("kept")
-        if kept is None or name.endswith(KERNEL):
+        if kept is None or is_kernel(name):
             wanted[name] = parameter.get_value() if kept is None else kept.plain
     with ocp.StandardCheckpointer() as checkpointer:
         targets = _checked_targets(wanted, _saved_shapes(checkpointer, root), root)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from model_defs.weight_formats import Kept, encoder
 
-KERNEL, SCALE = ".kernel", ".scale"
+_KERNEL, _SCALE = "kernel", "scale"
 Parameter = nnx.Param[jax.Array]
 Filler = Callable[[str, Parameter], jax.Array]
 Progress = Callable[[int, int, str], None]
@@ -37,8 +37,8 @@ def fill_parameters(model: nnx.Module, filler: Filler, progress: Progress | None
         kept: Kept | None = parameter.get_metadata().get("kept")
         if kept is None:
             parameter.set_value(filler(name, parameter))
-        elif name.endswith(KERNEL):
-            scale = parameters[scale_name(name)]
+        elif is_kernel(name):
+            scale = parameters[name.removesuffix(_KERNEL) + _SCALE]
             plain: Any = kept.plain
             weights = filler(name, nnx.Param(plain, ones=False))
             targets: list[Any] = [parameter.get_value(), scale.get_value()]
@@ -50,9 +50,9 @@ def fill_parameters(model: nnx.Module, filler: Filler, progress: Progress | None
             progress(done, len(parameters), name)
 
 
-def scale_name(kernel_name: str) -> str:
-    """Return the name of the scale of a kernel in 8 bits."""
-    return kernel_name.removesuffix(KERNEL) + SCALE
+def is_kernel(name: str) -> bool:
+    """Return whether a parameter's name is that of a kernel."""
+    return name.rpartition(".")[2] == _KERNEL
 
 
 def has_codes(model: nnx.Module) -> bool:
@@ -65,5 +65,5 @@ def source_names(model: nnx.Module) -> list[str]:
     return [
         name
         for name, parameter in named_parameters(model)
-        if not (parameter.get_metadata().get("kept") and name.endswith(SCALE))
+        if not parameter.get_metadata().get("kept") or is_kernel(name)
     ]

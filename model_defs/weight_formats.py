@@ -88,8 +88,8 @@ def encode(weights: jax.Array, *, weights_dtype: str, num_in_dims: int) -> tuple
     wide = jnp.transpose(weights, (*outs, *ins)).astype(jnp.float32)
     inputs = tuple(range(len(outs), wide.ndim))
     most = jnp.max(jnp.abs(wide), axis=inputs)
-    # In one rounding, and of a constant: XLA may divide by multiplying with an inverse.
-    scale = jnp.where(most > 0, most * np.float32(1 / largest), 1.0).astype(jnp.float32)
+    # Of a constant, since XLA may divide by multiplying with an inverse.
+    scale = jnp.where(most == 0, 1.0, most * np.float32(1 / largest)).astype(jnp.float32)
     scaled = jnp.clip(wide / jnp.expand_dims(scale, inputs), -largest, largest)
     codes = jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
     return codes.astype(dtype), scale

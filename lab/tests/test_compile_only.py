@@ -115,3 +115,18 @@ def test_kernels_and_a_step_compile(tmp_path: Path) -> None:
         one["name"] for one in step["kernels"]
     }
     assert 0 < step["temp_bytes"] < 2**26
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not has_plugin(), reason="needs the package jax-cuda13-pjrt; see lab/docs/programs.md")
+@pytest.mark.parametrize("weights_dtype", ["int8", "fp8"])
+def test_weights_in_8_bits_compile(weights_dtype: str, tmp_path: Path) -> None:
+    """No product spills, and large steps make no array of weights in 16 bits."""
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-m", "pensieve_lab.programs.compile_for_h200", f"--json={file}"]
+    command += ["--num_layers=1", f"--weights_dtype={weights_dtype}"]
+    runs = ["--kinds=products", "--tokens=8,32,128", "--fail_on_spills"], ["--kinds=steps", "--tokens=512"]
+    for flags in runs:
+        subprocess.run([*command, *flags], check=True, env=os.environ, stdout=subprocess.DEVNULL)
+    found = {one["program"]: one for one in json.loads(file.read_text())["results"]["programs"]}
+    assert found["step of 512 tokens, 1 layers"]["temp_bytes"] < 5120 * 2 * 13824, "less than gate and up"

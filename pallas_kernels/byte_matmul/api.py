@@ -126,7 +126,10 @@ def _checked_tile(
             what = f"codes is {_named(codes)}"
             raise ByteMatmulArgumentError(f"{what}, but {limit}{otherwise}, or name a tile")
     if not tile.fits(num_rows, gated=gated):
-        limit = "must have 64 or 128 columns, and two stages or more, which fit in shared memory"
+        limit = (
+            "must have 64 or 128 columns, and two stages or more, which fit in shared memory; with 64 "
+            "columns that are not gated, an even number of them"
+        )
         raise ByteMatmulArgumentError(f"tile is {tile}, but {limit}")
     if not tile.divides(depth, width):
         limit = f"must have columns that divide {width}, and {BLOCK_K} must divide {depth}"

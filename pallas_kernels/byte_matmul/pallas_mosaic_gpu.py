@@ -74,7 +74,7 @@ class Product(NamedTuple):
     @property
     def alternates(self) -> bool:
         """Whether each warpgroup has every second block."""
-        return self.tile.is_shared and not self.gated
+        return self.tile.alternates(gated=self.gated)
 
     @property
     def num_sums(self) -> int:

@@ -30,7 +30,8 @@ class ByteTile:
     Attributes:
       columns: columns of the result, 64 or 128; for a gated product it reads twice as many. With 64, two
         warpgroups share them: each has every second block of the sum, or the gate or the other factor.
-      num_stages: blocks of x and of codes in shared memory, 2 or more.
+      num_stages: blocks of x and of codes in shared memory, 2 or more; an even number if the warpgroups
+        alternate.
     """
 
     columns: int
@@ -40,6 +41,10 @@ class ByteTile:
     def is_shared(self) -> bool:
         """Whether both warpgroups have the same columns."""
         return self.columns == WARPGROUP_COLUMNS
+
+    def alternates(self, *, gated: bool) -> bool:
+        """Return whether each warpgroup has every second block."""
+        return self.is_shared and not gated
 
     def divides(self, depth: int, width: int) -> bool:
         """Return whether this tile divides a product of `width` columns over `depth` elements."""
@@ -56,6 +61,8 @@ class ByteTile:
         """Return whether a program with `num_rows` rows, at most 128, has room for all stages."""
         if self.columns not in (WARPGROUP_COLUMNS, NUM_WARPGROUPS * WARPGROUP_COLUMNS) or self.num_stages < 2:
             return False
+        if self.alternates(gated=gated) and self.num_stages % NUM_WARPGROUPS:
+            return False  # a warpgroup must see every use of the stages that it waits for
         return self.shared_bytes(num_rows, gated=gated) <= _SHARED_BYTES
 
 

@@ -89,9 +89,13 @@ def tiles(what: Projection, num_rows: int) -> list[ByteTile]:
     found = [default_tile(num_rows, what.depth, what.width, gated=what.gated)]
     for columns in (64, 128):
         most = most_stages(columns, num_rows, gated=what.gated)
-        found += [ByteTile(columns, stages) for stages in {most, most // 2} if stages > 1]
-    whole = [tile for tile in found if tile is not None and tile.divides(what.depth, what.width)]
-    return list(dict.fromkeys(whole))
+        found += [ByteTile(columns, stages) for stages in (most, most // 4 * 2)]
+    fitting = [
+        tile
+        for tile in found
+        if tile is not None and tile.divides(what.depth, what.width) and tile.fits(num_rows, gated=what.gated)
+    ]
+    return list(dict.fromkeys(fitting))
 
 
 def copies(what: Projection, weights: str) -> list[tuple[jax.Array, ...]]:
