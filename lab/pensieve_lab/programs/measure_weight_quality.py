@@ -170,7 +170,7 @@ def main() -> int:
         "num_texts": len(texts),
         "num_tokens": sum(len(text.token_ids) - 1 for text in texts),
         "formats": measure(plain, others, texts),
-        "replies": reply(plain, others, texts),
+        "replies": reply(plain, {name: others[name] for name in names}, texts),
         "served": {name: serve(name, texts) for name in names},
     }
     rows = [[name, *(one[column] for column in _COLUMNS)] for name, one in results["formats"].items()]
