@@ -8,10 +8,9 @@ on their way from shared memory, no row of x is padded beyond a multiple of 8, a
 have them, [columns, depth]. The scale of a column follows its sum, in float32.
 
 A program computes all rows of some columns. One warpgroup fetches blocks of x and codes through the tensor
-memory accelerator (TMA) into a ring in shared memory; two multiply. Narrow programs have 64 columns: then
-each of the two sums every second block, or for a gated product one has the gate and one the other factor, and
-the first adds or multiplies at the end. No sum is divided among programs, and its order is the same for any
-number of rows.
+memory accelerator (TMA) into a ring in shared memory; two multiply. In narrow programs, of 64 columns, each
+of the two sums every second block. In gated ones, one has the gate and one the other factor. The first adds
+or multiplies at the end. No sum is divided among programs, and its order is the same for any number of rows.
 """
 
 from __future__ import annotations

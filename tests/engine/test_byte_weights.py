@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from pensieve_jax import (
 from pensieve_jax.device.dense_reference import MIN_MARGIN, DenseReference
 from pensieve_jax.history import open_store
 from tests.engine.real_models import STORED_MARGIN
-from tests.launching import TINY_MODEL, tiny_config
+from tests.launching import ROOT, TINY_MODEL, tiny_config
 
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 
@@ -93,3 +94,13 @@ def test_a_history_of_other_weights_is_refused(
         expected = AssertionError, "the model is loaded"
     with pytest.raises(expected[0], match=expected[1]):
         LLM(TINY_MODEL, dtype="float32", config=made, history=path, progress=False)
+
+
+def test_the_example_of_the_page_makes_a_configuration() -> None:
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "weights.md").read_text("utf-8"), re.DOTALL
+    )
+    names: dict[str, EngineConfig] = {}
+    exec(compile(example, "weights.md", "exec"), names)
+    made = names["smaller"]
+    assert (made.runner.weights_dtype, made.cache.kv_dtype) == ("int8", "int8")

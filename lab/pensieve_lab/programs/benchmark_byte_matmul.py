@@ -2,12 +2,12 @@
 
     python -m pensieve_lab.programs.benchmark_byte_matmul --json=byte_matmul.json
 
-Each projection of a layer (`--model`, a preset) is timed at each of `--rows`: bfloat16 weights by XLA and by
-the kernel of `decode_matmul`, and each of `--weights` by XLA and by the kernel of `byte_matmul` in several
-tiles. A call multiplies with more copies of the weights than fit into a cache, one after the other in one
-program, so that host time does not count. Times are medians of a product in microseconds, with the bytes of
-weights per second. Answers are compared with XLA's. A GPU on which the kernels run is needed. The last line
-is one JSON document (see `--json`). Exit status 1 if an answer is wrong.
+Each projection of a layer (`--model`, a preset) is timed at each of `--rows`. XLA and the kernel of
+`decode_matmul` multiply with bfloat16. XLA and the kernel of `byte_matmul`, in several tiles, multiply with
+each format of `--weights`. A call multiplies with more copies of the weights than fit into a cache, one after
+the other in one program, so that host time does not count. Times are medians of a product in microseconds,
+with the bytes of weights per second. Answers are compared with XLA's. A GPU on which the kernels run is
+needed. The last line is one JSON document (see `--json`). Exit status 1 if an answer is wrong.
 """
 
 from __future__ import annotations
