@@ -120,8 +120,8 @@ def _checked_tile(
         tile = default_tile(num_rows, depth, width, gated=gated)
         if tile is None:
             limit = (
-                f"pallas_mosaic_gpu needs a depth in blocks of {BLOCK_K}, and a width in {MIN_PROGRAMS} "
-                "parts or more of 64 or 128 columns"
+                f"pallas_mosaic_gpu needs a depth in two or more blocks of {BLOCK_K}, and a width in "
+                f"{MIN_PROGRAMS} parts or more of 64 or 128 columns"
             )
             what = f"codes is {_named(codes)}"
             raise ByteMatmulArgumentError(f"{what}, but {limit}{otherwise}, or name a tile")
@@ -132,7 +132,7 @@ def _checked_tile(
         )
         raise ByteMatmulArgumentError(f"tile is {tile}, but {limit}")
     if not tile.divides(depth, width):
-        limit = f"must have columns that divide {width}, and {BLOCK_K} must divide {depth}"
+        limit = f"must have columns that divide {width}, and {depth} must be two or more times {BLOCK_K}"
         raise ByteMatmulArgumentError(f"tile is {tile}, but {limit}{otherwise}")
     return tile
 

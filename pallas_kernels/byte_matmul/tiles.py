@@ -47,8 +47,11 @@ class ByteTile:
         return self.is_shared and not gated
 
     def divides(self, depth: int, width: int) -> bool:
-        """Return whether this tile divides a product of `width` columns over `depth` elements."""
-        return depth % BLOCK_K == 0 and width % self.columns == 0
+        """Return whether this tile divides a product of `width` columns over `depth` elements.
+
+        Each of the two warpgroups needs a block.
+        """
+        return depth % BLOCK_K == 0 and depth >= NUM_WARPGROUPS * BLOCK_K and width % self.columns == 0
 
     def shared_bytes(self, num_rows: int, *, gated: bool) -> int:
         """Return the bytes of shared memory of a program with `num_rows` rows."""

@@ -154,7 +154,13 @@ def test_other_shapes_are_left_to_xla():
     assert choice() == ByteTile(64, 16)
     assert choice(width=64 * 240).columns == 128, "narrow programs would take two rounds"
     assert choice(gated=True, width=64 * 81).columns == 64, "not divided by 128 columns"
-    for changed in ({"num_rows": 100}, {"num_rows": 136}, {"depth": 5120 + 64}, {"width": 2048}):
+    for changed in (
+        {"num_rows": 100},
+        {"num_rows": 136},
+        {"depth": 5120 + 64},
+        {"depth": 128},
+        {"width": 2048},
+    ):
         assert choice(**changed) is None, changed
 
 
@@ -191,11 +197,11 @@ def test_choice_of_the_back_end(changed, expected):
         ({"scale": (128, jnp.bfloat16)}, {}, r"scale is bfloat16\[128\], but must be float32\[128\]"),
         ({"codes": (127, 64, jnp.int8), "scale": (127, jnp.float32)}, {"gated": True}, "as many rows for up"),
         ({}, {"gated": True, "relu": True}, "neither a bias nor relu"),
-        ({}, KERNEL, r"codes is int8\[128, 64\], but pallas_mosaic_gpu needs a depth in blocks of 128"),
+        ({}, KERNEL, r"codes is int8\[128, 64\], but pallas_mosaic_gpu needs a depth in two or more"),
         ({"x": (9, 64)}, KERNEL, "supports 1 to 8 rows, or a multiple of 8 up to 128"),
         ({}, KERNEL | {"tile": ByteTile(96, 2)}, "must have 64 or 128 columns"),
         ({}, KERNEL | {"tile": ByteTile(64, 3)}, "that are not gated, an even number"),
-        ({}, KERNEL | {"tile": ByteTile(64, 2)}, "columns that divide 128, and 128 must divide 64"),
+        ({}, KERNEL | {"tile": ByteTile(64, 2)}, "columns that divide 128, and 64 must be two"),
     ],
 )
 def test_refusals(changed, options, says):
