@@ -99,7 +99,7 @@ def compiled_figures(lowered: jax.stages.Lowered) -> ProgramFigures:
     """
     launches = mosaic_launches(lowered)
     began_s = time.perf_counter()
-    with _printed() as text:
+    with printed() as text:
         compiled = lowered.compile({"xla_gpu_autotune_level": 0})
     compile_s = time.perf_counter() - began_s
     memory = compiled.memory_analysis()
@@ -173,7 +173,7 @@ def _operations(operation: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _printed() -> Iterator[list[str]]:
+def printed() -> Iterator[list[str]]:
     """Collect what the process prints to both streams, also from C++; the list is filled at the end."""
     text: list[str] = []
     streams = sys.stdout, sys.stderr

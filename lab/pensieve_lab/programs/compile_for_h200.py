@@ -27,7 +27,7 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, json_line, print_document, table
 from pensieve_jax.config import WEIGHTS_DTYPES
 from pensieve_lab.common.list_flags import numbers
-from pensieve_lab.compile_only.figures import ProgramFigures, compiled_figures
+from pensieve_lab.compile_only.figures import ProgramFigures, compiled_figures, printed
 from pensieve_lab.compile_only.gpu import PLUGIN_VARIABLE, compile_only_device, find_plugin
 from pensieve_lab.compile_only.subjects import KINDS, Subject, Wanted, subjects
 
@@ -57,7 +57,9 @@ def wanted() -> Wanted:
 def compile_one(subject: Subject) -> dict[str, Any]:
     """Compile a subject; return its figures, or the compiler's error."""
     try:
-        found: ProgramFigures = compiled_figures(subject.lower())
+        with printed():  # lowering says where it looks for ptxas
+            lowered = subject.lower()
+        found: ProgramFigures = compiled_figures(lowered)
     except _REFUSALS as error:  # the others are compiled all the same
         return {"program": subject.name, "error": f"{type(error).__name__}: {str(error)[:500]}"}
     return {"program": subject.name, **found.as_dict()}
