@@ -269,7 +269,7 @@ class SchedulerConfig:
         "so that the oldest request always advances.",
     )
     prompt_order: str = option(
-        "arrival",
+        "work_left",
         one_of(PROMPT_ORDERS),
         "Which prompt of the batch a step computes first. arrival: the oldest. work_left: the one with the "
         "least time left to compute, where each second of waiting outweighs a quarter of a second of work. "

@@ -82,18 +82,28 @@ def test_a_profile_of_another_system_is_not_used(change):
     assert (costs.kind, costs.source, costs.model) == ("analytic", None, ESTIMATED)
 
 
+BY_ARRIVAL = SchedulerConfig(prompt_order="arrival")
+
+
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
         (EngineConfig(cache=CacheConfig(cost_profile="analytic")), "analytic"),
         (EngineConfig(cache=CacheConfig(policy="learned")), None),
-        (EngineConfig(cache=CacheConfig(policy="lru")), "analytic"),
-        (EngineConfig(stateful=False), "analytic"),
-        (EngineConfig(stateful=False, scheduler=SchedulerConfig(prompt_order="work_left")), None),
-        (EngineConfig(cache=CacheConfig(policy="lru"), scheduler=SchedulerConfig(target_tpot_ms=20.0)), None),
+        (EngineConfig(cache=CacheConfig(policy="lru"), scheduler=BY_ARRIVAL), "analytic"),
+        (EngineConfig(stateful=False, scheduler=BY_ARRIVAL), "analytic"),
+        (EngineConfig(cache=CacheConfig(policy="lru")), None),
+        (EngineConfig(stateful=False), None),
+        (
+            EngineConfig(
+                cache=CacheConfig(policy="lru"),
+                scheduler=dataclasses.replace(BY_ARRIVAL, target_tpot_ms=20.0),
+            ),
+            None,
+        ),
     ],
 )
-def test_costs_are_measured_if_a_policy_uses_them(config, kind):
+def test_costs_are_measured_if_a_policy_or_an_order_uses_them(config, kind):
     costs = before_loading(config, dataclasses.replace(shipped_subject(), kv_dtype="int8"))
     assert (costs and costs.kind) == kind
 

@@ -67,7 +67,7 @@ def test_an_engine_describes_itself(
         "cost_reason": "no profile is shipped, and CPUs are not measured",
     }
     limits = {"max_context_tokens": 384, "max_num_running": 4, "max_num_rows": 8, "num_layer_groups": 1}
-    limits |= {"prompt_order": "arrival", "target_tpot_ms": None}
+    limits |= {"prompt_order": "work_left", "target_tpot_ms": None}
     assert told["steps"] == {"buckets": [64], **limits} and told["compilation_cache_dir"] is None
     assert told["kernels"].pop("all_reduce") is None, "one device"
     assert {name: chosen["backend"] for name, chosen in told["kernels"].items()} == dict.fromkeys(

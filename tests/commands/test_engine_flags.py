@@ -103,7 +103,7 @@ NOT_THE_DEFAULTS = {
     SchedulerConfig: {
         **{"max_num_running": 9, "max_num_batched_tokens": 640, "max_num_rows": 11, "prompt_steps": 8},
         **{"speculation": "history", "max_draft_tokens": 5},
-        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "work_left"},
+        **{"max_context_tokens": 99, "max_num_buckets": 3, "unified": False, "prompt_order": "arrival"},
         "target_tpot_ms": 21.5,
     },
     RunnerConfig: {
