@@ -233,7 +233,7 @@ class _Reader:
             raise self._error(f"a file of format {_FORMAT!r}", f"found {found!r:.60}: {_MEASURE}")
         subject = self._get(values, "subject", dict)
         subject = {"kv_dtype": subject.get("dtype"), **subject}  # older files lack kv_dtype: it was dtype
-        # Annotations are strings here. Older files lack weights_dtype: it was None.
+        # Annotations are strings here. In older files, which lack weights_dtype, it was the dtype's.
         kinds = {"int": int, "str": str, "str | None": str | None}
         fields = {
             f.name: self._get(subject, f.name, kinds[str(f.type)]) for f in dataclasses.fields(CostSubject)
