@@ -36,6 +36,7 @@ from pallas_kernels import byte_matmul
 from pensieve_jax.config import WEIGHTS_DTYPES
 from tests.models.helpers import GOLDEN, dense_logits
 
+INT8_FIRST = [pytest.param(name, marks=() if name == "int8" else pytest.mark.long) for name in FORMATS]
 TOKEN_IDS = np.arange(3, 15, dtype=np.int32)
 SHAPES = [
     ((64,), (4, 3, 16), {"out_axis": 0}),
@@ -152,7 +153,7 @@ def test_a_scale_applied_twice_or_left_out_is_noticed(planted: str, monkeypatch:
     assert not np.array_equal(kept(x), plain(x))
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(("ins", "outs", "split"), SHAPES, ids=["qkv", "out", "gate_up"])
 def test_small_steps_ask_the_kernel(
     ins: tuple[int, ...],
@@ -222,7 +223,7 @@ def test_a_projection_outside_of_layers_keeps_its_dtype() -> None:
     assert all(values(model)[name].dtype == np.float32 for name in outer)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INT8_FIRST)
 def test_two_devices(name: str) -> None:
     """They have the codes of one device, and its logits up to the order of sums."""
     config = preset("llama-tiny")
@@ -246,7 +247,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
     return found
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INT8_FIRST)
 def test_saved_codes_are_restored(saved: dict[str | None, Path], name: str) -> None:
     """As they are, onto any mesh; a save without codes becomes the same ones."""
     expected = load_model("random:llama-tiny", dtype="float32", mesh=make_mesh(1), seed=3, weights_dtype=name)
