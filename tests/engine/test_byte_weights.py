@@ -27,7 +27,9 @@ from tests.launching import ROOT, TINY_MODEL, tiny_config
 GREEDY = SamplingParams(max_tokens=9, ignore_eos=True)
 
 
-def config(weights_dtype: str, kv_dtype: str | None, compilation_cache: str) -> EngineConfig:
+def config(
+    weights_dtype: str, kv_dtype: str | None, num_devices: int, compilation_cache: str
+) -> EngineConfig:
     """Return pools that hold two of four conversations, in two groups of layers."""
     return EngineConfig(
         cache=CacheConfig(gpu_pages=9, cpu_pages=4, chunk_tokens=16, kv_dtype=kv_dtype),
@@ -38,16 +40,25 @@ def config(weights_dtype: str, kv_dtype: str | None, compilation_cache: str) -> 
             max_context_tokens=112,
             max_num_rows=4,
         ),
-        runner=RunnerConfig(weights_dtype=weights_dtype, compilation_cache_dir=compilation_cache),
+        runner=RunnerConfig(
+            weights_dtype=weights_dtype,
+            tensor_parallel_size=num_devices,
+            compilation_cache_dir=compilation_cache,
+        ),
     )
 
 
 @pytest.mark.parametrize(
-    ("weights_dtype", "kv_dtype"),
-    [("int8", None), ("int8", "int8"), pytest.param("fp8", None, marks=pytest.mark.long)],
+    ("weights_dtype", "kv_dtype", "num_devices"),
+    [
+        ("int8", None, 1),
+        ("int8", "int8", 1),
+        pytest.param("fp8", None, 1, marks=pytest.mark.long),
+        pytest.param("int8", None, 2, marks=pytest.mark.long),
+    ],
 )
 def test_dropped_and_swapped_state_changes_nothing(
-    weights_dtype: str, kv_dtype: str | None, compilation_cache: str
+    weights_dtype: str, kv_dtype: str | None, num_devices: int, compilation_cache: str
 ) -> None:
     """Every turn of alternating conversations is what a dense pass over the whole of it says."""
     model = load_model(TINY_MODEL, dtype="float32", mesh=make_mesh(1), weights_dtype=weights_dtype)
@@ -55,7 +66,7 @@ def test_dropped_and_swapped_state_changes_nothing(
     margin = MIN_MARGIN if kv_dtype is None else STORED_MARGIN
     rng = np.random.default_rng(4)
     histories: list[list[int]] = [[] for _ in range(4)]
-    made = config(weights_dtype, kv_dtype, compilation_cache)
+    made = config(weights_dtype, kv_dtype, num_devices, compilation_cache)
     recomputed = swapped = 0
     with LLM(TINY_MODEL, dtype="float32", config=made, progress=False) as llm:
         assert llm.describe()["model"]["weights_dtype"] == weights_dtype
