@@ -4,8 +4,15 @@ This package uses the kernels and knows nothing of engines, schedulers or caches
 public.
 """
 
-from model_defs.attention import Attention, DenseAttention, PagedAttention, RaggedBatch
-from model_defs.config import ModelConfig, RopeConfig
+from model_defs.attention import (
+    FULL,
+    Attention,
+    AttentionOptions,
+    DenseAttention,
+    PagedAttention,
+    RaggedBatch,
+)
+from model_defs.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from model_defs.errors import CheckpointError, ModelError, ShardingError, UnsupportedModelError
 from model_defs.fingerprint import model_fingerprint, weights_digest
 from model_defs.hf_config import load_config
@@ -16,6 +23,7 @@ from model_defs.registry import (
     Model,
     abstract_model,
     kv_bytes_per_token,
+    num_active_parameters,
     num_layer_parameters,
     num_parameters,
     parameter_bytes,
@@ -24,12 +32,16 @@ from model_defs.registry import (
 from model_defs.sharding import KV_PAGES_SPEC, TENSOR_AXIS, make_mesh
 
 __all__ = [
+    "FULL",
     "KV_PAGES_SPEC",
     "PRESETS",
     "TENSOR_AXIS",
     "Attention",
+    "AttentionOptions",
     "CheckpointError",
     "DenseAttention",
+    "ExpertsConfig",
+    "LayerKind",
     "Model",
     "ModelConfig",
     "ModelError",
@@ -44,6 +56,7 @@ __all__ = [
     "load_model",
     "make_mesh",
     "model_fingerprint",
+    "num_active_parameters",
     "num_layer_parameters",
     "num_parameters",
     "parameter_bytes",

@@ -86,16 +86,15 @@ class AllReduce:
     def partial(
         self,
         product: Callable[..., jax.Array],
-        x: Annotated[jax.Array, "f[T, *in_shape]"],
-        weights: Any,
-        specs: tuple[Any, Any],
+        arguments: tuple[Any, ...],
+        specs: tuple[Any, ...],
     ) -> Parts:
-        """Return [devices, T, width]: on each device, `product` of its parts of `x` and the weights.
+        """Return [devices, T, width]: on each device, `product` of its parts of the arguments.
 
-        Weights are an array f[*in_shape, width], or a tree of arrays with a tree of `specs`.
+        Arguments are arrays or trees of arrays, and `specs` their partitions.
         """
         run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
-        result: jax.Array = run(x, weights)
+        result: jax.Array = run(*arguments)
         return result
 
     def total(self, y: PartialSums) -> Terms:
@@ -166,6 +165,14 @@ def summing(sums: AllReduce | None) -> Iterator[None]:
 def current_all_reduce() -> AllReduce | None:
     """Return the all-reduce of the enclosing `summing`; None outside of one."""
     return _current.get()
+
+
+def add_terms(one: Summand, other: Summand) -> Summand:
+    """Return the sum of two terms [T, width]. That of partial sums is partial, so it takes one all-reduce."""
+    if isinstance(one, PartialSums) and isinstance(other, PartialSums):
+        biases = [y.bias for y in (one, other) if y.bias is not None]
+        return PartialSums(one.sums, one.parts + other.parts, sum(biases[1:], biases[0]) if biases else None)
+    return finish_sum(one).astype(jnp.float32) + finish_sum(other).astype(jnp.float32)
 
 
 def finish_sum(y: Summand) -> Terms:

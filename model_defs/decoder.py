@@ -33,16 +33,8 @@ class Decoder(nnx.Module):
     head: Embedding | None
 
     @property
-    def compute_dtype(self) -> jnp.dtype:
-        """Dtype of the computation and, without a format of its own, of the KV cache.
-
-        Weights in 8 bits have another one.
-        """
-        return self.embed.build.dtype
-
-    @property
     def weights_dtype(self) -> str | None:
-        """Format in 8 bits in which layers keep their weights; None keeps them in `compute_dtype`."""
+        """Format in 8 bits in which layers keep their weights; None keeps them in `dtype`."""
         return self.embed.build.weights_dtype
 
     @property
@@ -88,4 +80,14 @@ class Decoder(nnx.Module):
         self, hidden: Annotated[jax.Array, "f32[S, hidden_size]"]
     ) -> Annotated[jax.Array, "f32[S, vocab_size]"]:
         """Map rows [S, hidden_size] of the normed output to logits f32[S, vocab_size]."""
-        return (self.embed if self.head is None else self.head).logits(hidden)
+        scores = (self.embed if self.head is None else self.head).logits(hidden)
+        scale, cap = self.config.logit_scale, self.config.logit_softcap
+        if scale != 1.0:
+            scores = scores * scale
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype that the model runs in: that of its token table. Some norms have scales in float32."""
+        table: Any = self.embed.table.get_value()
+        return jnp.dtype(table.dtype)

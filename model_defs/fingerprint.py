@@ -2,16 +2,20 @@
 
 Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
 model. It depends on the arithmetic of the config, on the source of the weights and on the format in 8 bits
-that they are kept in, not on dtype, context length, mesh or directory. A converted checkpoint keeps the
+that they are kept in, not on dtype, mesh or directory, nor on the context length unless that chooses
+longrope's factors. A converted checkpoint keeps the
 fingerprint of its source.
 """
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
-from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_saved
+from model_defs.config import MODEL_CONFIG_FILE, ExpertsConfig, LayerKind, ModelConfig, RopeConfig, read_saved
 from model_defs.loading import RANDOM_PREFIX, source_weights_dtype
+from model_defs.quantized import read_format
 from model_defs.safetensors_reader import open_checkpoint
 
 _SAMPLE_BYTES = 64
@@ -22,8 +26,44 @@ _NOT_ARITHMETIC = (
     "eos_token_ids",
     "initializer_range",
     "initial_norm_scale",
-    "sliding_window",  # a window that would hide a token is rejected
 )
+# Fields that always enter the fingerprint. Later ones enter where they differ from their default, so that a
+# model without the feature keeps its fingerprint.
+_FIRST_FIELDS = {
+    ModelConfig: (
+        "architecture",
+        "num_layers",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "tie_word_embeddings",
+        "activation",
+        "norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "word_embed_dim",
+        "pre_norm",
+        "final_norm",
+        "norm_affine",
+    ),
+    RopeConfig: (
+        "kind",
+        "theta",
+        "factor",
+        "original_max_positions",
+        "low_freq_factor",
+        "high_freq_factor",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "truncate",
+    ),
+    LayerKind: (),
+    ExpertsConfig: (),
+}
 
 
 def model_fingerprint(
@@ -34,13 +74,38 @@ def model_fingerprint(
     source, seed and weights_dtype are those given to `load_model`. Raises CheckpointError if the source is
     unreadable, and UnsupportedModelError if it cannot have its weights in that format.
     """
-    fields = {key: value for key, value in config.to_json().items() if key not in _NOT_ARITHMETIC}
+    fields = _arithmetic(config)
     # Left out for weights in the model's dtype, whose fingerprints older histories have.
     if (kept := source_weights_dtype(source, weights_dtype)) is not None:
         fields["weights_dtype"] = kept
     text = json.dumps(fields, sort_keys=True) + weights_digest(source, seed=seed)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest}"
+
+
+def _arithmetic(config: ModelConfig) -> dict[str, Any]:
+    """Return the JSON values of all that the model's arithmetic depends on."""
+    values: dict[str, Any] = _hashed(config)
+    served = [rope.in_context(config.max_position_embeddings) for rope in config.ropes]
+    first, *others = map(_hashed, served)
+    values.pop("ropes", None)
+    return values | {"rope": first} | ({"other_ropes": others} if others else {})
+
+
+def _hashed(value: Any) -> Any:
+    """Return the JSON value of a configuration, or of a part of it, that a fingerprint hashes."""
+    if isinstance(value, tuple):
+        return [_hashed(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    first = _FIRST_FIELDS[type(value)]
+    values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    defaults = {field.name: field.default for field in dataclasses.fields(value)}
+    return {
+        name: _hashed(found)
+        for name, found in values.items()
+        if name in first or (name not in _NOT_ARITHMETIC and found != defaults[name])
+    }
 
 
 def weights_digest(source: str | Path, *, seed: int = 0) -> str:
@@ -51,6 +116,8 @@ def weights_digest(source: str | Path, *, seed: int = 0) -> str:
     Two fine-tuned versions of a model differ if the first bytes of any tensor differ. Training a whole tensor
     changes them. A version that only trained later rows of a table (added tokens) equals its base model.
     The hashed data must not change, since histories and converted directories store the result.
+    For quantized tensors, which are hashed as they are stored, the format and its options follow the hash. So
+    equal codes in another form, and the same model unquantized, are other models.
     """
     if str(source).startswith(RANDOM_PREFIX):
         return f"{source}#{seed}"
@@ -66,4 +133,5 @@ def weights_digest(source: str | Path, *, seed: int = 0) -> str:
         digest.update(repr(place).encode())
         if entry.num_bytes:
             digest.update(entry.read_bytes(min(_SAMPLE_BYTES, entry.num_bytes)).tobytes())
-    return digest.hexdigest()
+    quantized = read_format(root)
+    return digest.hexdigest() + ("" if quantized is None else f":{quantized.digest()}")

@@ -5,9 +5,11 @@ projections, rejected options. Knows no family.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from model_defs.config import ModelConfig
+from model_defs.config import LayerKind, ModelConfig
 from model_defs.errors import UnsupportedModelError
 from model_defs.gated_decoder import check_rotary
 from model_defs.hf_options import boolean, choice, common_fields, integer, number
@@ -22,6 +24,9 @@ from model_defs.tensor_recipes import (
 )
 
 TENSOR_PREFIX = "model."
+PLAIN_NORMS = MappingProxyType({"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+"""Tensors of the norms before both blocks, by our names."""
+MakeScale = Callable[[str, int], Recipe]
 _FIRST_WINDOW_LAYER, _QWEN_WINDOW = 28, 4096  # defaults of transformers
 
 
@@ -37,6 +42,9 @@ class Defaults:
     eos: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
 
 
 def parse_gated(
@@ -63,16 +71,19 @@ def parse_gated(
         num_kv_heads = integer(values, "num_key_value_heads", num_heads)  # null means the number of heads
     else:
         num_kv_heads = defaults.num_kv_heads or num_heads
+    if "ropes" not in fields:
+        fields["ropes"] = (parse_rope(values, common["max_position_embeddings"], defaults.rope_theta),)
+    if "activation" not in fields:
+        fields["activation"] = choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+    if "norm_eps" not in fields:
+        fields["norm_eps"] = number(values, "rms_norm_eps", defaults.norm_eps)
     config = ModelConfig(
         architecture=architecture,
         **common,
         num_kv_heads=num_kv_heads,
         head_dim=integer(values, "head_dim", defaults.head_dim or hidden_size // num_heads),
         intermediate_size=integer(values, "intermediate_size"),
-        tie_word_embeddings=boolean(values, "tie_word_embeddings", False),
-        activation=choice(values, "hidden_act", "silu", {"silu": "silu", "swish": "silu"}),
-        norm_eps=number(values, "rms_norm_eps", 1e-6),
-        rope=parse_rope(values, common["max_position_embeddings"]),
+        tie_word_embeddings=boolean(values, "tie_word_embeddings", defaults.tie_word_embeddings),
         initializer_range=number(values, "initializer_range", 0.02),
         **fields,
     )
@@ -88,7 +99,7 @@ def written_gated(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
-    } | written_rope(config.rope)
+    } | written_rope(config.ropes[0])
 
 
 def refuse_sliding_layers(values: dict[str, Any]) -> None:
@@ -99,66 +110,85 @@ def refuse_sliding_layers(values: dict[str, Any]) -> None:
     if boolean(values, "use_sliding_window", False):
         raise UnsupportedModelError(
             f"use_sliding_window=true (sliding_window={values.get('sliding_window')!r}) is not supported: "
-            f"every layer here sees the whole context"
+            f"every layer of this family sees the whole context"
         )
-    _refuse_kinds(_layer_kinds(values) or [], "full_attention")
+    _refuse_types(_layer_types(values) or [], "full_attention")
 
 
-def _layer_kinds(values: dict[str, Any]) -> list[Any] | None:
+def _layer_types(values: dict[str, Any]) -> list[Any] | None:
     """Return `layer_types`, or None if the file has none."""
-    kinds = values.get("layer_types")
-    if not isinstance(kinds, list | None):
-        raise UnsupportedModelError(f"config.json: layer_types={kinds!r} must be a list")
-    return kinds
+    types = values.get("layer_types")
+    if not isinstance(types, list | None):
+        raise UnsupportedModelError(f"config.json: layer_types={types!r} must be a list")
+    return types
 
 
-def _refuse_kinds(kinds: list[Any], *supported: str) -> None:
-    for kind in kinds:
-        if kind not in supported:
+def _refuse_types(types: list[Any], *supported: str) -> None:
+    for each in types:
+        if each not in supported:
             expected = " and ".join(map(repr, supported))
-            raise UnsupportedModelError(f"layer_types: {kind!r} is not supported here; only {expected} is")
+            raise UnsupportedModelError(f"layer_types: {each!r} is not supported here; only {expected} is")
 
 
-def window_of_some_layers(values: dict[str, Any]) -> int | None:
-    """Return the window of a Qwen model's later layers, or None if every layer sees the whole context.
+def qwen_layer_kinds(values: dict[str, Any]) -> tuple[LayerKind, ...]:
+    """Return the kinds of a Qwen model's layers, of full attention or of one window.
 
-    transformers reads `layer_types`, or else gives layers from `max_window_layers` on the window. One window
-    counts for all layers here: a context that it covers hides no token in any layer. Raises
+    transformers reads `layer_types`, or else gives layers from `max_window_layers` on the window. Raises
     UnsupportedModelError for a layer with a window that the options switch off.
     """
     if not boolean(values, "use_sliding_window", False):
         refuse_sliding_layers(values)
-        return None
-    kinds = _layer_kinds(values)
-    if kinds is None:
+        return ()
+    num_layers = integer(values, "num_hidden_layers")
+    types = _layer_types(values)
+    if types is None:
         first = integer(values, "max_window_layers", _FIRST_WINDOW_LAYER, least=0)
-        has_window = first < integer(values, "num_hidden_layers")
+        has_window = [index >= first for index in range(num_layers)]
     else:
-        _refuse_kinds(kinds, "full_attention", "sliding_attention")
-        has_window = "sliding_attention" in kinds
-    if not has_window or values.get("sliding_window", _QWEN_WINDOW) is None:
-        return None
-    return integer(values, "sliding_window", _QWEN_WINDOW)
+        _refuse_types(types, "full_attention", "sliding_attention")
+        if len(types) != num_layers:
+            raise UnsupportedModelError(
+                f"config.json: layer_types has {len(types)} entries; it must have "
+                f"num_hidden_layers={num_layers}"
+            )
+        has_window = [kind == "sliding_attention" for kind in types]
+    if values.get("sliding_window", _QWEN_WINDOW) is None:
+        if types is not None and any(has_window):
+            raise UnsupportedModelError(
+                "config.json: sliding_window=None must be a positive integer, since layer_types has "
+                "'sliding_attention'"
+            )
+        return ()
+    window = integer(values, "sliding_window", _QWEN_WINDOW)
+    return tuple(LayerKind(window=window if has else None) for has in has_window)
 
 
-def written_window(config: ModelConfig) -> dict[str, Any]:
-    """Return the options that `window_of_some_layers` reads."""
-    if config.sliding_window is None:
+def written_qwen_kinds(config: ModelConfig) -> dict[str, Any]:
+    """Return the options that `qwen_layer_kinds` reads."""
+    windows = [kind.window for kind in config.layer_kinds]
+    has_window = [window is not None for window in windows]
+    if not any(has_window):
         return {"use_sliding_window": False}
-    return {"use_sliding_window": True, "sliding_window": config.sliding_window, "max_window_layers": 0}
-
-
-def gated_weight_map(config: ModelConfig) -> WeightMap:
-    """Return the recipes of all parameters of a `GatedDecoder` with plain layers."""
-    return WeightMap(
-        outer=token_recipes(config) | {"final_norm.scale": vector("norm.weight", config.hidden_size)},
-        layer=_layer_recipes(config),
-    )
-
-
-def _layer_recipes(config: ModelConfig) -> dict[str, Recipe]:
-    norms = {
-        "input_norm.scale": vector("input_layernorm.weight", config.hidden_size),
-        "mlp_norm.scale": vector("post_attention_layernorm.weight", config.hidden_size),
+    return {
+        "use_sliding_window": True,
+        "sliding_window": next(filter(None, windows)),
+        "max_window_layers": has_window.index(True),  # versions without `layer_types` read it
+        "layer_types": ["sliding_attention" if has else "full_attention" for has in has_window],
     }
-    return attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | norms
+
+
+def gated_weight_map(
+    config: ModelConfig, norms: Mapping[str, str] = PLAIN_NORMS, scale: MakeScale = vector
+) -> WeightMap:
+    """Return the recipes of all parameters of a `GatedDecoder` with plain layers.
+
+    `norms` has the tensor's name of each norm of a layer, and `scale` makes the recipe of a norm's scale from
+    the tensor's name and size.
+    """
+    layer: dict[str, Recipe] = {
+        f"{ours}.scale": scale(f"{theirs}.weight", config.hidden_size) for ours, theirs in norms.items()
+    }
+    return WeightMap(
+        outer=token_recipes(config) | {"final_norm.scale": scale("norm.weight", config.hidden_size)},
+        layer=attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | layer,
+    )

@@ -13,7 +13,9 @@ from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, read_json, read_sa
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.hf_options import written_common_fields
-from model_defs.other_formats import refuse_other_formats, refuse_quantized
+from model_defs.multimodal import MULTIMODAL, text_half
+from model_defs.other_formats import refuse_other_formats
+from model_defs.quantized import parse_format, read_format
 from model_defs.registry import FAMILIES, family
 
 _OF_RANDOM_WEIGHTS = ("initializer_range", "initial_norm_scale")
@@ -23,21 +25,30 @@ def load_config(directory: str | Path, max_position_embeddings: int | None = Non
     """Read the config of a converted (Orbax) or Hugging Face directory, for the given context, if any.
 
     Raises CheckpointError if the file is missing, not JSON or lacks a key, and UnsupportedModelError if the
-    architecture or an option of it is not implemented, or a sliding window is shorter than the context.
+    architecture or an option of it is not implemented.
     """
-    return saved_config(directory).with_context(max_position_embeddings)
-
-
-def saved_config(directory: str | Path) -> ModelConfig:
-    """Read the config as `load_config` does, but accept a sliding window that is shorter than the context."""
     root = Path(directory)
     if (root / MODEL_CONFIG_FILE).is_file():
-        config = ModelConfig.from_json(read_saved(root)["config"])
-        family(config.architecture)  # raises for an architecture of a later version
-        return config
+        return _saved_config(root).with_context(max_position_embeddings)
     refuse_other_formats(root)
+    read_format(root)  # raises for a quantized format that is not supported
     generation = root / "generation_config.json"
-    return _parse(read_json(root / "config.json"), read_json(generation) if generation.is_file() else None)
+    values = read_json(generation) if generation.is_file() else None
+    return parse_hf_config(read_json(root / "config.json"), values).with_context(max_position_embeddings)
+
+
+def _saved_config(root: Path) -> ModelConfig:
+    """Read the config of a converted directory."""
+    values = read_saved(root)["config"]
+    config = ModelConfig.from_json(values)
+    found = family(config.architecture)  # raises for an architecture of a later version
+    window = values.get("sliding_window")
+    if window is not None and not found.window_of_all_layers:
+        raise UnsupportedModelError(
+            f"{root / MODEL_CONFIG_FILE}: sliding_window={window!r} does not say which layers have it; "
+            f"convert the model again"
+        )
+    return config
 
 
 def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -45,13 +56,10 @@ def parse_hf_config(values: dict[str, Any], generation: dict[str, Any] | None = 
 
     Raises UnsupportedModelError, which names the architecture, option or missing field.
     """
-    return _parse(values, generation).with_context()
-
-
-def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
-    found = _family(values)
-    refuse_quantized(values)
-    return found.parse(values, generation)
+    half = text_half(values)
+    found = _family(half)
+    parse_format(values)  # raises for a quantized format that is not supported
+    return found.parse(half, generation)
 
 
 def hf_config(config: ModelConfig) -> dict[str, Any]:
@@ -61,7 +69,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
     be lost.
     """
     found = family(config.architecture)
-    written = {"architectures": [found.hf_architecture], "model_type": found.name}
+    written = {"architectures": [found.hf_architecture], "model_type": found.hf_model_type}
     written |= written_common_fields(config) | found.write(config)
     read = found.parse(written, None)
     lost = [
@@ -85,12 +93,17 @@ def _family(values: dict[str, Any]) -> Family:
         found = []  # with a string instead of a list, `in` below would match substrings
     elif names:
         found = [row for row in FAMILIES.values() if row.hf_architecture in names]
-        found = [row for row in found if model_type in (None, row.name)] if len(found) == 1 else []
+        found = [row for row in found if model_type in (None, row.hf_model_type)] if len(found) == 1 else []
     else:
-        found = [row for row in FAMILIES.values() if row.name == model_type]
+        found = [row for row in FAMILIES.values() if row.hf_model_type == model_type]
     if found:
         return found[0]
+    if values.get("kv_lora_rank") is not None:
+        raise UnsupportedModelError(
+            f"architectures={names!r}: multi-head latent attention (MLA, kv_lora_rank="
+            f"{values['kv_lora_rank']!r}) is not supported; docs/limits.md says what it would need"
+        )
     raise UnsupportedModelError(
         f"architectures={names!r}, model_type={model_type!r} is not supported; "
-        f"supported: {', '.join(row.hf_architecture for row in FAMILIES.values())}"
+        f"supported: {', '.join([*(row.hf_architecture for row in FAMILIES.values()), *MULTIMODAL])}"
     )

@@ -19,8 +19,8 @@ def recipe(parameter_name: str, config: ModelConfig) -> Recipe:
     match = _LAYER.fullmatch(parameter_name)
     if match is None:
         return _weight_map(config).outer[parameter_name]
-    found = _weight_map(config).layer[match[2]]
-    return found._replace(names=tuple(f"layers.{match[1]}.{name}" for name in found.names))
+    found, prefix = _weight_map(config).layer[match[2]], family(config.architecture).layer_prefix
+    return found._replace(names=tuple(f"{prefix}{match[1]}.{name}" for name in found.names))
 
 
 @functools.lru_cache(maxsize=4)

@@ -62,13 +62,19 @@ class Build:
 
 
 def declare(
-    build: Build, shape: tuple[int, ...], axes: tuple[str | None, ...] = (), *, ones: bool = False
+    build: Build,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...] = (),
+    *,
+    ones: bool = False,
+    dtype: jnp.dtype | None = None,
 ) -> nnx.Param[jax.Array]:
     """Declare a parameter without a value; dimension i is split over the mesh axis `axes[i]`.
 
-    `ones` marks norm scales: random models set them to one and draw all other parameters.
+    `ones` marks norm scales: random models set them to one and draw all other parameters. `dtype` None means
+    that of the build.
     """
-    return nnx.Param(_abstract(build.mesh, shape, axes, build.dtype), ones=ones)
+    return nnx.Param(_abstract(build.mesh, shape, axes, dtype or build.dtype), ones=ones)
 
 
 def _abstract(mesh: AnyMesh, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Any:
@@ -122,7 +128,7 @@ class Linear(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         small_batch_product = self._small_batch_product(x.shape[0])
         if any(self.in_axes) and sums is not None and sums.supports(x.shape[0], self.shape[-1], x.dtype):
-            parts = sums.partial(small_batch_product or self._product, x, self._weights, self._specs)
+            parts = sums.partial(small_batch_product or self._product, (x, self._weights), self._specs)
             return PartialSums(sums, parts, bias)
         # With the compiler's sum and a bias, XLA does the product, too: our kernel was not measured there.
         if small_batch_product is not None and (bias is None or not self._adds_up):
@@ -142,13 +148,16 @@ class Linear(nnx.Module):
             return self._on_shards(functools.partial(small_batch_product, relu=True), self.out_axes, x, bias)
         return activation(name)(self(x))
 
-    def gated(self, x: _Input) -> Annotated[jax.Array, "f[T, wide]"]:
-        """Map [T, *in_shape] to [T, wide] by SwiGLU, with a kernel [*in_shape, 2, wide], the gate first."""
-        small_batch_product = self._small_batch_product(x.shape[0], gated=True)
+    def gated(self, x: _Input, gate: str) -> Annotated[jax.Array, "f[T, wide]"]:
+        """Map [T, *in_shape] to [T, wide]: the product of up and the function `gate` of the gate.
+
+        The kernel is [*in_shape, 2, wide], the gate first.
+        """
+        small_batch_product = self._small_batch_product(x.shape[0], gate)
         if small_batch_product is not None and self.bias is None:
             return self._on_shards(small_batch_product, self.out_axes[1:], x, None)
         y = self(x)
-        return jax.nn.silu(y[:, 0]) * y[:, 1]
+        return activation(gate)(y[:, 0]) * y[:, 1]
 
     @property
     def _weights(self) -> Any:
@@ -174,7 +183,7 @@ class Linear(nnx.Module):
         return (y * scale).astype(dtype)
 
     def _small_batch_product(
-        self, num_rows: int, *, gated: bool = False
+        self, num_rows: int, gate: str | None = None
     ) -> small_batch_matmul.Product | None:
         """Return the small-batch product of each device's part of the kernel; None if it is not supported."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
@@ -184,7 +193,7 @@ class Linear(nnx.Module):
             shape,
             self.num_in_dims,
             self.build.dtype,
-            gated=gated,
+            gate=gate,
             in_8_bits=self.scale is not None,
         )
 
@@ -255,14 +264,16 @@ class Embedding(nnx.Module):
 
 
 class Norm(nnx.Module):
-    """Base of both norms: the arrays, the norm alone, and the norm after a residual addition."""
+    """Base of the norms: the arrays, the norm alone, and the norm after a residual addition."""
 
-    def __init__(self, build: Build, kind: NormKind, *, affine: bool) -> None:
-        """Declare the scale, and a layer norm's bias, if `affine`."""
+    def __init__(
+        self, build: Build, kind: NormKind, *, scale: bool, bias: bool, dtype: jnp.dtype | None = None
+    ) -> None:
+        """Declare scale and bias, if there are any, in `dtype`; None means that of the build."""
         shape = (build.config.hidden_size,)
         self.build, self.kind = build, kind
-        self.scale = declare(build, shape, ones=True) if affine else None
-        self.bias = declare(build, shape) if affine and kind == "layer" else None
+        self.scale = declare(build, shape, ones=True, dtype=dtype) if scale else None
+        self.bias = declare(build, shape, dtype=dtype) if bias else None
 
     def __call__(self, x: Hidden) -> Hidden:
         """Norm f32[T, hidden_size] in plain XLA, which fuses it with the selection of rows that follows."""
@@ -281,6 +292,12 @@ class Norm(nnx.Module):
             norm = NormSpec(self.kind, self.build.config.norm_eps, dtype)
             return y.sums.total_and_norm(x, y, *self._affine, norm=norm)
         return self._run(x, y, dtype, choose_backend(x.shape[1], _device(self.build.mesh)))
+
+    def of_sum(self, y: Summand) -> Hidden:
+        """Norm a term [T, hidden_size] before it is added to the stream; the result is float32."""
+        whole = finish_sum(y).astype(jnp.float32)
+        backend = choose_backend(whole.shape[1], _device(self.build.mesh))
+        return self._run(whole, None, jnp.dtype(jnp.float32), backend)[1]
 
     def _run(
         self, x: jax.Array, y: jax.Array | None, dtype: jnp.dtype, backend: str
@@ -304,14 +321,45 @@ class RMSNorm(Norm):
     """Root-mean-square norm, with a scale."""
 
     def __init__(self, build: Build) -> None:
-        super().__init__(build, "rms", affine=True)
+        super().__init__(build, "rms", scale=True, bias=False)
+
+
+class WideScaleRMSNorm(Norm):
+    """Root-mean-square norm whose scale is float32 in a model of any dtype."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, "rms", scale=True, bias=False, dtype=jnp.dtype(jnp.float32))
 
 
 class LayerNorm(Norm):
     """Layer norm, with scale and bias if the config's norms are affine."""
 
     def __init__(self, build: Build) -> None:
-        super().__init__(build, "layer", affine=build.config.norm_affine)
+        affine = build.config.norm_affine
+        super().__init__(build, "layer", scale=affine, bias=affine)
+
+
+class LayerNormWithoutBias(Norm):
+    """Layer norm with a scale only."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build, "layer", scale=True, bias=False)
+
+
+class HeadNorm(nnx.Module):
+    """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
+
+    def __init__(self, build: Build, dtype: jnp.dtype | None = None) -> None:
+        """Declare the scale, which is replicated on every device, in `dtype` or else that of the build."""
+        self.eps = build.config.norm_eps
+        self.scale = declare(build, (build.config.head_dim,), ones=True, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
+        return normed.astype(x.dtype)
 
 
 class FusedQKV(nnx.Module):

@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from model_defs.config import MODEL_CONFIG_FILE, ModelConfig, saved_weights_dtype
 from model_defs.errors import CheckpointError, UnsupportedModelError
-from model_defs.hf_config import saved_config
+from model_defs.hf_config import load_config
 from model_defs.hf_weights import hf_filler
+from model_defs.multimodal import text_tensors
 from model_defs.orbax_store import restore_parameters
 from model_defs.parameters import Progress, fill_parameters, source_names
+from model_defs.quantized import read_format
 from model_defs.random_weights import random_filler
 from model_defs.registry import Model, abstract_model, family, preset
 from model_defs.safetensors_reader import open_checkpoint
@@ -26,8 +28,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
     """Return the config of `source` without loading weights, with the given context length, if any.
 
     A context longer than a learned position table raises UnsupportedModelError, except for random
-    weights, whose table grows; so does one longer than a sliding window. Raises CheckpointError if `source`
-    is not a model directory.
+    weights, whose table grows. Raises CheckpointError if `source` is not a model directory.
     """
     name = str(source)
     if name.startswith(RANDOM_PREFIX):
@@ -35,7 +36,7 @@ def source_config(source: str | Path, max_position_embeddings: int | None = None
     else:
         if not Path(source).is_dir():
             raise CheckpointError(f"{name!r} is neither a directory nor random:<preset>")
-        config = saved_config(source)
+        config = load_config(source)
     wanted = max_position_embeddings or config.max_position_embeddings
     has_table = family(config.architecture).has_position_table and not name.startswith(RANDOM_PREFIX)
     if has_table and wanted > config.max_position_embeddings:
@@ -54,9 +55,16 @@ def source_weights_dtype(source: str | Path, wanted: str | None) -> str | None:
     """
     if wanted is not None:
         weight_format(wanted)
-    saved = None
-    if not str(source).startswith(RANDOM_PREFIX) and (Path(source) / MODEL_CONFIG_FILE).is_file():
-        saved = saved_weights_dtype(Path(source))
+    if str(source).startswith(RANDOM_PREFIX):
+        return wanted
+    saved, root = None, Path(source)
+    if (root / MODEL_CONFIG_FILE).is_file():
+        saved = saved_weights_dtype(root)
+    elif wanted is not None and read_format(root) is not None:
+        raise UnsupportedModelError(
+            f"weights_dtype={wanted!r} must be None for {source}, whose weights are quantized already; "
+            "leave it out, or take the model that was quantized"
+        )
     if saved is not None and wanted not in (None, saved):
         raise UnsupportedModelError(
             f"weights_dtype={wanted!r} must be {saved!r} or None for {source}, which has {saved!r} weights; "
@@ -78,7 +86,8 @@ def load_model(
     """Build the model of `source` with its weights on `mesh`.
 
     source: "random:<preset>" (seeded by `seed`), an Orbax directory of convert_checkpoint, or a Hugging
-    Face directory of safetensors. dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
+    Face directory of safetensors, whose quantized weights become plain ones.
+    dtype: "float32", "bfloat16", "float16", or "auto" (the checkpoint's).
     weights_dtype: "int8" or "fp8" keeps the weights of layers in 8 bits; None keeps them as the source has
     them (`source_weights_dtype`).
     progress: called as `progress(num_done, num_total, parameter_name)`.
@@ -92,9 +101,10 @@ def load_model(
     elif (Path(source) / MODEL_CONFIG_FILE).is_file():
         restore_parameters(model, Path(source), progress)
     else:
-        names = source_names(model)
+        root, names = Path(source), source_names(model)
         # The checkpoint is checked against its own config: ours may have a shorter position table.
-        filler = hf_filler(open_checkpoint(Path(source)), saved_config(source), names)
+        entries = text_tensors(open_checkpoint(root), root)
+        filler = hf_filler(entries, load_config(root), names, read_format(root))
         fill_parameters(model, filler, progress)
     return model
 

@@ -1,35 +1,16 @@
-"""Checkpoints of formats that are not supported, recognized by files, options or names of tensors.
+"""Checkpoints of formats that are not supported, recognized by files or by names of tensors.
 
 Owns the names of these formats, and what a user can do instead. Every error names the format and what shows
-it. Knows nothing of families and reads no weights.
+it. Knows nothing of families and reads no weights. Descriptions of quantized formats are read in `quantized`.
 """
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from model_defs.errors import CheckpointError, UnsupportedModelError
+from model_defs.errors import CheckpointError
 
 _UNQUANTIZED = "use the model's unquantized safetensors"
-_QUANTIZED_FILES = {
-    "quant_config.json": "AWQ",
-    "quantize_config.json": "GPTQ",
-    "hf_quant_config.json": "ModelOpt",
-}
-_QUANTIZED_OPTIONS = {
-    "quantization_config": None,  # its quant_method names the format
-    "compression_config": "compressed-tensors",
-    "quantization": "MLX",
-}
-_METHODS = {
-    "awq": "AWQ",
-    "gptq": "GPTQ",
-    "modelopt": "ModelOpt",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "mxfp4": "MXFP4",
-    "sparseml": "compressed-tensors",
-}
 # The first row with a suffix that occurs names the format: some suffixes occur in several formats.
 _QUANTIZED_TENSORS = (
     (".g_idx", "GPTQ"),
@@ -80,12 +61,6 @@ def refuse_other_formats(directory: Path) -> None:
             f"{directory} holds {adapter.name}: a LoRA adapter (PEFT) is not supported; merge it into its "
             f"base model (merge_and_unload) and save that"
         )
-    for name, method in _QUANTIZED_FILES.items():
-        if (directory / name).is_file():
-            raise CheckpointError(
-                f"{directory} holds {name}: checkpoints quantized by {method} are not supported; "
-                f"{_UNQUANTIZED}"
-            )
     if (directory / "config.json").is_file():
         return
     if (directory / "params.json").is_file():
@@ -104,41 +79,25 @@ def refuse_other_weights(directory: Path) -> None:
             raise CheckpointError(f"{directory} holds {found[0]}: {name} is not supported; {hint}")
 
 
-def refuse_quantized(values: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if config.json describes quantized weights; it names the method."""
-    for option, name in _QUANTIZED_OPTIONS.items():
-        found = values.get(option)
-        if not found:
-            continue
-        method = name or (_method(found) if isinstance(found, dict) else repr(found))
-        raise UnsupportedModelError(
-            f"config.json: {option}: checkpoints quantized by {method} are not supported; {_UNQUANTIZED}"
-        )
+def refuse_quantized_tensors(entries: Iterable[_Entry], unread_by: str | None = None) -> None:
+    """Raise CheckpointError if names or dtypes of tensors belong to quantized weights that were not read.
 
-
-def refuse_quantized_tensors(entries: Iterable[_Entry]) -> None:
-    """Raise CheckpointError if names or dtypes of tensors show that the checkpoint is quantized."""
+    unread_by: the format of the checkpoint, which does not read these tensors; None if none is named.
+    """
     found = list(entries)
+    if unread_by is None:
+        state = "but neither config.json nor a side file describes how they were quantized; restore that file"
+    else:
+        state = f"which {unread_by} does not read"
     for suffix, name in _QUANTIZED_TENSORS:
         for entry in found:
             if entry.name.endswith(suffix):
                 raise CheckpointError(
-                    f"tensor {entry.name!r} shows a quantized checkpoint ({name}), which is not supported; "
-                    f"{_UNQUANTIZED}"
+                    f"tensor {entry.name!r} shows quantized weights ({name}), {state}, or {_UNQUANTIZED}"
                 )
     for entry in found:
         if entry.dtype.startswith(_QUANTIZED_DTYPES):
             raise CheckpointError(
-                f"tensor {entry.name!r} has dtype {entry.dtype}: quantized checkpoints are not supported; "
+                f"tensor {entry.name!r} has dtype {entry.dtype}, which shows quantized weights, {state}, or "
                 f"{_UNQUANTIZED}"
             )
-
-
-def _method(section: dict[str, Any]) -> str:
-    """Return the name of the method in a `quantization_config`."""
-    method = section.get("quant_method")
-    if method is None and any(key.removeprefix("_") in ("load_in_8bit", "load_in_4bit") for key in section):
-        return "bitsandbytes"
-    if method is None and "quant_algo" in section:
-        return "ModelOpt"
-    return _METHODS.get(str(method), str(method or "an unnamed method"))

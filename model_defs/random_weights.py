@@ -20,7 +20,7 @@ from model_defs.config import ModelConfig
 from model_defs.parameters import Filler, Parameter
 
 # Kernels whose output is added to the residual stream.
-_RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel")
+_RESIDUAL_KERNELS = (".out.kernel", ".down.kernel", ".fc2.kernel", ".experts.down")
 _EMBEDDING_SCALE = 2.0
 
 

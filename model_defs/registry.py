@@ -17,7 +17,26 @@ from jax.sharding import AbstractMesh
 from model_defs.config import DTYPES, ModelConfig
 from model_defs.decoder import Decoder
 from model_defs.errors import UnsupportedModelError
-from model_defs.families import llama, mistral, opt, qwen2, qwen3
+from model_defs.families import (
+    cohere2,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
@@ -34,6 +53,19 @@ FAMILIES: dict[str, Family] = {
         qwen2.FAMILY,
         qwen3.FAMILY,
         mistral.FAMILY,
+        olmo2.FAMILY,
+        phi3.FAMILY,
+        gpt2.FAMILY,
+        granite.FAMILY,
+        ministral3.FAMILY,
+        glm4.FAMILY,
+        smollm3.FAMILY,
+        olmo3.FAMILY,
+        cohere2.FAMILY,
+        gemma3.FAMILY,
+        gemma2.FAMILY,
+        qwen3_moe.FAMILY,
+        mixtral.FAMILY,
     )
 }
 """All families, by name."""
@@ -54,14 +86,18 @@ def family(architecture: str) -> Family:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """Return the preset `name` with fields replaced, e.g. `preset("opt-13b", num_layers=2)`.
 
-    Raises UnsupportedModelError for an unknown preset or field, or a window shorter than the context.
+    Fewer layers have the kinds of the first ones.
+    Raises UnsupportedModelError for an unknown preset or field.
     """
     if name not in PRESETS:
         raise UnsupportedModelError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     unknown = overrides.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise UnsupportedModelError(f"preset field {', '.join(sorted(unknown))} is unknown")
-    return dataclasses.replace(PRESETS[name], **overrides).with_context()
+    config, num_layers = PRESETS[name], overrides.get("num_layers")
+    if num_layers is not None:
+        overrides = {"layer_kinds": config.layer_kinds[:num_layers]} | overrides
+    return dataclasses.replace(config, **overrides)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:
@@ -80,13 +116,17 @@ def abstract_model(
     It suffices to lower and compile a step ahead of time, and loaders fill it. `mesh` may be abstract.
     `weights_dtype` is the format in 8 bits in which layers keep their weights, a key of
     `weight_formats.FORMATS`; None keeps them in `dtype`. Raises ShardingError if the model is not divisible
-    by the mesh, and UnsupportedModelError for an unknown format, or a sliding window that is shorter than the
-    context.
+    by the mesh, and UnsupportedModelError for an unknown format, weights in 8 bits of a mixture of experts,
+    or a feature that the family does not have.
     """
-    config.check_window()
     check_divides(config, mesh)
     if weights_dtype is not None:
         weight_format(weights_dtype)
+        if config.experts is not None:
+            raise UnsupportedModelError(
+                f"weights_dtype={weights_dtype!r} must be None for a mixture of experts, whose experts "
+                "would keep their dtype; leave it out"
+            )
     build = Build(config, resolve_dtype(dtype, config), mesh, weights_dtype)
     return family(config.architecture).make_model(build)
 
@@ -103,12 +143,27 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in abstract_parameters(config))
 
 
+def num_active_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters that compute a token: of experts only those that it chooses."""
+    return num_parameters(config) - _num_unchosen(config)
+
+
 @functools.cache
 def num_layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters in the layers, which every token uses, also without sampling."""
+    """Return the number of parameters in the layers that compute a token, also without sampling."""
     mesh = AbstractMesh((1,), (TENSOR_AXIS,))
     layers = abstract_model(config, dtype="auto", mesh=mesh).layers
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+    return total - _num_unchosen(config)
+
+
+def _num_unchosen(config: ModelConfig) -> int:
+    """Return the number of parameters of the experts that a token does not choose, in all layers."""
+    if config.experts is None:
+        return 0
+    num_layers = sum(kind.mlp == "moe" for kind in config.kinds)
+    num_others = config.experts.num_experts - config.experts.num_chosen
+    return num_layers * num_others * 3 * config.hidden_size * config.experts.width
 
 
 def parameter_bytes(

@@ -9,6 +9,7 @@ tensor at a time. Knows nothing of models.
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ _DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(np.uint8),  # the codes: a device may flush the lowest power to zero
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
 }
+FLOATS = ("F32", "F16", "BF16")
+"""Dtypes of plain weights. The others occur in quantized checkpoints."""
 
 
 _CONSTANTS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -48,17 +57,17 @@ class TensorEntry:
     offset_bytes: int
     num_bytes: int
 
-    def check_readable(self) -> None:
-        """Raise CheckpointError for an unsupported dtype."""
-        if self.dtype not in _DTYPES:
+    def check_readable(self, dtypes: Collection[str] = FLOATS) -> None:
+        """Raise CheckpointError unless the tensor has one of `dtypes`."""
+        if self.dtype not in dtypes:
             raise CheckpointError(
                 f"tensor {self.name!r} in {self.path.name} has dtype {self.dtype}; "
-                f"one of {', '.join(_DTYPES)} is needed"
+                f"{'one of ' * (len(dtypes) > 1)}{', '.join(dtypes)} is needed"
             )
 
-    def read(self) -> np.ndarray:
+    def read(self, dtypes: Collection[str] = FLOATS) -> np.ndarray:
         """Return the tensor as a read-only view of the file. Raises as `check_readable` does."""
-        self.check_readable()
+        self.check_readable(dtypes)
         if self.num_bytes == 0:
             return np.empty(self.shape, _DTYPES[self.dtype])
         raw = self.read_bytes(self.num_bytes)

@@ -43,15 +43,17 @@ def tensor_parallel_size(mesh: AnyMesh) -> int:
 
 
 def check_divides(config: ModelConfig, mesh: AnyMesh) -> None:
-    """Raise ShardingError unless heads, KV heads and intermediate size are divisible by the mesh size."""
+    """Raise ShardingError unless heads, KV heads and widths of MLPs are divisible by the mesh size."""
     tp = tensor_parallel_size(mesh)
-    for field in ("num_heads", "num_kv_heads", "intermediate_size"):
-        size = getattr(config, field)
+    sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+    if config.experts is not None:
+        sizes["experts.width"] = config.experts.width
+    for field, size in sizes.items():
         if size % tp:
+            found = ", ".join(f"{name}={value}" for name, value in sizes.items())
             raise ShardingError(
-                f"{field}={size} is not divisible by tp={tp} (the model has {config.num_heads} heads, "
-                f"{config.num_kv_heads} KV heads, intermediate size {config.intermediate_size}); "
-                f"choose a tensor_parallel_size that divides all three"
+                f"{field}={size} is not divisible by tp={tp} (the model has {found}); choose a "
+                f"tensor_parallel_size that divides all of these"
             )
 
 

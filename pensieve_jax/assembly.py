@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from model_defs import (
+    LayerKind,
     ModelConfig,
     make_mesh,
     model_fingerprint,
@@ -171,7 +173,7 @@ def make_runner(
     model_config = model.config
     config = config.with_weights_dtype(model.weights_dtype)
     given, machine = config.cache, _machine(mesh)
-    config = sized(config, machine, model_config, model.compute_dtype)
+    config = sized(config, machine, model_config, model.dtype)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
         given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)
@@ -280,8 +282,23 @@ def cost_subject(
         device=jax.devices()[0].device_kind,
         tensor_parallel_size=tensor_parallel_size,
         chunk_tokens=chunk_tokens,
+        layers=_layers_by_cost(model),
         weights_dtype=weights_dtype,
     )
+
+
+def _layers_by_cost(model: ModelConfig) -> str:
+    """Return `CostSubject.layers`. Kinds that cost the same, such as other rotations, are not told apart."""
+    found, experts = model.experts, ""
+    if found is not None:
+        experts = f" moe {found.num_chosen} of {found.num_experts} x {found.width}"
+    names = Counter(
+        ("full" if kind.window is None else f"window {kind.window}") + experts * (kind.mlp == "moe")
+        for kind in model.layer_kinds or (LayerKind(),)
+    )
+    if len(names) == 1:
+        return next(iter(names))
+    return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
 
 
 def _subject(model: ModelConfig, config: EngineConfig, dtype: str) -> CostSubject:
@@ -353,8 +370,11 @@ def _log_costs(costs: CostChoice, config: EngineConfig) -> None:
 
 def estimated_cost_model(model: ModelConfig, chunk_tokens: int) -> CostModel:
     """Return the analytic cost model, from the layers' weights and heads."""
+    num_layers = Counter(kind.window for kind in model.kinds)
+    width = model.num_heads * model.head_dim
     return AnalyticCostModel(
         chunk_tokens,
         num_weights=num_layer_parameters(model),
-        attention_width=model.num_layers * model.num_heads * model.head_dim,
+        attention_width=num_layers[None] * width,
+        windows=tuple((window, num_layers[window] * width) for window in model.windows if window is not None),
     )

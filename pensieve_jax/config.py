@@ -55,7 +55,7 @@ USUAL_STEP_TOKENS = 512
 CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
-DECODE_MATMULS = ("auto", "xla")
+DECODE_MATMULS = EXPERT_MATMULS = ("auto", "xla")
 WEIGHTS_DTYPES = ("int8", "fp8")
 COST_CHOICES = ("auto", "analytic")
 TOOL_CALL_PARSERS = (
@@ -429,6 +429,11 @@ class RunnerConfig:
         one_of(DECODE_MATMULS),
         "Matrix multiplication of small steps with a layer's weights: auto (the fastest supported) or xla.",
     )
+    expert_matmul: str = option(
+        "auto",
+        one_of(EXPERT_MATMULS),
+        "Products of a mixture of experts: auto (the fastest supported) or xla.",
+    )
     num_layer_groups: int | None = option(
         None,
         optional(count(1)),
@@ -461,8 +466,7 @@ class RunnerConfig:
     max_position_embeddings: int | None = option(
         None,
         optional(count(2)),
-        "Context of the model, in tokens; None keeps its own. A sliding window may need a shorter one; only "
-        "learned positions cannot have a longer one.",
+        "Context of the model, in tokens; None keeps its own. Learned positions cannot have a longer one.",
     )
     random_seed: int = option(0, count(0), "Seed of `random:` weights, and of a launcher's random choices.")
     compilation_cache_dir: str | None = option(

@@ -27,11 +27,14 @@ def describe(parts: Assembled) -> Description:
 
     Keys:
       model: `name` as the caller gave it, `architecture`, `num_layers`, `hidden_size`, `num_heads`,
-        `num_kv_heads`, `head_dim`, `intermediate_size`, `vocab_size`, `num_parameters`, the `dtype` of the
-        computation, the `weights_dtype` in which layers keep their weights, and `weights_bytes` per device.
+        `num_kv_heads`, `head_dim`, `intermediate_size`, `vocab_size`, the distinct `windows` of the layers
+        (None for none), `num_parameters`, `num_active_parameters` (those that compute a token: of experts,
+        the chosen ones), the `dtype` of the computation, the `weights_dtype` in which layers keep their
+        weights, and `weights_bytes` per device.
       device: `platform`, `kind` and `count` of the devices that share the model.
       kernels: the `backend` and the `reason` for it, for each of `attention`, `residual_norm`,
-        `decode_matmul`, `all_reduce`, `sampling_cutoff` and `page_copy`; None for an unused kernel.
+        `decode_matmul`, `experts`, `all_reduce`, `sampling_cutoff` and `page_copy`; None for an unused
+        kernel.
       cache:
         `stateful`; `policy`; for a learning policy the `order` that it uses now and why, else None.
         `chunk_tokens`; the `kv_dtype` of stored pages; `page_bytes` of a page on one device.

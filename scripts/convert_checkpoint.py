@@ -123,8 +123,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "max_position_embeddings",
         None,
-        "Context of the converted model, in tokens; default: the source's. A sliding window may need a "
-        "shorter one.",
+        "Context of the converted model, in tokens; default: the source's.",
         lower_bound=1,
     )
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from model_defs import preset
+from model_defs import LayerKind, preset
 from pensieve_jax import (
     LLM,
     CacheConfig,
@@ -53,6 +53,55 @@ def shipped_subject() -> CostSubject:
         preset("llama2-13b-gqa10"), dtype="bfloat16", tensor_parallel_size=1, chunk_tokens=32
     )
     return dataclasses.replace(subject, device="NVIDIA H200")
+
+
+def test_a_full_models_profile_does_not_pass_for_one_with_windows():
+    """Rotations cost nothing, so they are not told apart."""
+    full = preset("llama2-13b-gqa10")
+
+    def subject(*kinds: LayerKind) -> CostSubject:
+        given = dataclasses.replace(full, layer_kinds=kinds * (40 // len(kinds)), ropes=full.ropes * 2)
+        found = assembly.cost_subject(given, dtype="bfloat16", tensor_parallel_size=1, chunk_tokens=32)
+        return dataclasses.replace(found, device="NVIDIA H200")
+
+    assert subject(LayerKind(rope=1), LayerKind()) == shipped_subject()
+    window = LayerKind(window=1024)
+    for kinds, layers in (
+        ((window,), "window 1024"),
+        ((window, LayerKind()), "20 full, 20 window 1024"),
+        ((window, window, LayerKind(), LayerKind(), LayerKind(rope=None)), "24 full, 16 window 1024"),
+    ):
+        assert subject(*kinds).layers == layers
+        assert before_loading(subject=subject(*kinds)) is None, "measured at the start instead"
+    path = ROOT / "pensieve_jax/cost_profiles/h200_llama2-13b-gqa10.json"
+    with pytest.raises(ConfigError, match="a profile of layers='window 1024'; this one is of layers='full'"):
+        CostProfile.load(path, subject(window))
+
+
+def test_experts_are_part_of_a_subject_and_only_the_chosen_ones_cost():
+    """A profile of one mixture is not that of another, even of equal dimensions."""
+    model = preset("qwen3-30b-a3b")
+
+    def layers(model) -> str:
+        return assembly.cost_subject(model, dtype="bfloat16", tensor_parallel_size=1, chunk_tokens=32).layers
+
+    assert layers(model) == "full moe 8 of 128 x 768"
+    some = dataclasses.replace(model, layer_kinds=(LayerKind(), LayerKind(mlp="moe")) * 24)
+    assert layers(some) == "24 full, 24 full moe 8 of 128 x 768"
+    more = dataclasses.replace(model, experts=dataclasses.replace(model.experts, num_experts=256))
+    costs = [assembly.estimated_cost_model(one, 32).chunk_cost_s(4096) for one in (model, more)]
+    assert layers(more) != layers(model) and costs[1] == pytest.approx(costs[0], rel=0.01), "a larger router"
+
+
+def test_the_analytic_costs_of_a_window_are_flat_beyond_it():
+    full, kinds = preset("llama2-13b-gqa10"), (LayerKind(window=1024), LayerKind())
+    costs = {
+        name: assembly.estimated_cost_model(dataclasses.replace(full, layer_kinds=of), 32)
+        for name, of in (("full", ()), ("some", kinds * 20), ("all", kinds[:1] * 40))
+    }
+    at = {name: [model.chunk_cost_s(length) for length in (1024, 4096)] for name, model in costs.items()}
+    assert at["full"][0] == pytest.approx(at["some"][0]) == pytest.approx(at["all"][0]) == at["all"][1]
+    assert at["some"][1] - at["some"][0] == pytest.approx((at["full"][1] - at["full"][0]) / 2)
 
 
 def before_loading(config=None, subject=None, *, is_accelerator=True):

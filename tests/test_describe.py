@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_defs import preset
+from model_defs import ExpertsConfig, preset
 from pallas_kernels import all_reduce
 from pallas_kernels.ragged_paged_attention import BackendChoice
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig, assembly
@@ -45,7 +45,9 @@ def test_an_engine_describes_itself(
     model = told["model"]
     assert (model["name"], model["architecture"], model["dtype"]) == ("random:llama-tiny", "llama", "float32")
     assert model["num_layers"] == llm.model_config.num_layers
+    assert model["windows"] == [None]
     assert model["num_parameters"] * 4 == model["weights_bytes"] == weights_bytes
+    assert model["num_active_parameters"] == model["num_parameters"]
     assert told["device"] == {"platform": "cpu", "kind": "cpu", "count": 1}
     slots = 10**6 // page_bytes
     assert told["cache"] == {
@@ -70,6 +72,7 @@ def test_an_engine_describes_itself(
     limits |= {"prompt_order": "work_left", "target_tpot_ms": None}
     assert told["steps"] == {"buckets": [64], **limits} and told["compilation_cache_dir"] is None
     assert told["kernels"].pop("all_reduce") is None, "one device"
+    assert told["kernels"].pop("experts") is None, "none in this model"
     assert {name: chosen["backend"] for name, chosen in told["kernels"].items()} == dict.fromkeys(
         ("attention", "residual_norm", "decode_matmul", "sampling_cutoff", "page_copy"), "xla"
     )
@@ -123,6 +126,24 @@ def test_the_description_names_the_small_batch_kernel(dtype, runner, mesh, expec
     model, config = preset("llama2-13b-gqa10"), EngineConfig(runner=RunnerConfig(**runner))
     found = kernel_choices.choose_kernels(model, config, jnp.dtype(dtype), mesh()).decode_matmul
     assert (found.name, expected[1] in found.reason) == (expected[0], True), found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "runner", "mesh", "expected"),
+    [
+        ("bfloat16", {}, OneH200, ("pallas_mosaic_gpu", "experts of width 768 of bfloat16 on NVIDIA H200")),
+        ("bfloat16", {}, TwoH200, ("pallas_mosaic_gpu", "experts of width 384")),
+        ("float32", {}, OneH200, ("xla", "multiplies bfloat16, not float32")),
+        ("bfloat16", {"expert_matmul": "xla"}, OneH200, ("xla", "named in runner.expert_matmul")),
+    ],
+)
+def test_the_description_names_the_kernel_of_experts(dtype, runner, mesh, expected) -> None:
+    model, config = preset("qwen3-30b-a3b"), EngineConfig(runner=RunnerConfig(**runner))
+    found = kernel_choices.choose_kernels(model, config, jnp.dtype(dtype), mesh())
+    assert (found.experts.name, expected[1] in found.experts.reason) == (expected[0], True), found
+    narrow = preset("qwen3-30b-a3b", experts=ExpertsConfig(128, 8, 2 * 48))
+    found = kernel_choices.choose_kernels(narrow, EngineConfig(), jnp.dtype("bfloat16"), TwoH200())
+    assert found.experts.name == "xla" and "an expert's width on a device is 48" in found.experts.reason
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 import pensieve_jax
 from pensieve_jax import (
@@ -384,6 +385,21 @@ def test_an_error_of_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     message = str(caught.value)
     assert "\n" not in message and not message.endswith("..")
     assert message.endswith("404 Client Error; Repository Not Found for url: x; Is it private?.")
+
+
+def test_a_download_brings_the_descriptions_of_quantized_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[str] = []
+    monkeypatch.setattr(
+        model_source.huggingface_hub,
+        "snapshot_download",
+        lambda name, allow_patterns: wanted.extend(allow_patterns) or name,
+    )
+    resolve_model("org/model")
+    files = ["config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json"]
+    assert list(filter_repo_objects([*files, "model.safetensors", "model.gguf"], allow_patterns=wanted)) == [
+        *files,
+        "model.safetensors",
+    ]
 
 
 def test_the_default_model_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,30 @@ import json
 import numpy as np
 import pytest
 
-from model_defs.families import qwen3
+from model_defs import head_norms
 from pensieve_jax import ConfigError
 from tests.launching import load
 
 check_models = load("check_models")
-VARIANTS = {"qwen2_tied": "qwen2", "qwen3_bias": "qwen3", "mistral_gqa": "mistral"}
+VARIANTS = {
+    "qwen2_tied": "qwen2",
+    "qwen3_bias": "qwen3",
+    "mistral_gqa": "mistral",
+    "mistral_short_window": "mistral",
+    "phi3_long": "phi3",
+    "gpt2_tied": "gpt2",
+    "granite_tied": "granite",
+    "ministral3_growth": "ministral3",
+    "olmo2_gqa": "olmo2",
+    "glm4_bias": "glm4",
+    "smollm3_nope": "smollm3",
+    "olmo3_window": "olmo3",
+    "cohere2_window": "cohere2",
+    "gemma3_window": "gemma3",
+    "gemma2_window": "gemma2",
+    "qwen3_moe_gqa": "qwen3_moe",
+    "mixtral_gqa": "mixtral",
+}
 
 
 @pytest.mark.long
@@ -32,7 +50,7 @@ def test_turns_that_lose_state_equal_the_dense_reference(launch, capsys):
 @pytest.mark.long
 def test_a_model_that_is_wrong_is_found(launch, capsys, monkeypatch):
     """Norms of queries and keys do nothing: engine and reference agree, but transformers differs."""
-    monkeypatch.setattr(qwen3.HeadNorm, "__call__", lambda self, x: x)
+    monkeypatch.setattr(head_norms.HeadNorm, "__call__", lambda self, x: x)
     assert launch("check_models", shared_llm=False, variants="qwen3_gqa") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == "missed: qwen3_gqa: logits differ by more than 0.0001"

@@ -176,6 +176,31 @@ def test_all_of_it(launch, monkeypatch, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 33, 70, 1000])
+def test_work_within_a_window(window):
+    """Pairs and keys are counted one by one."""
+    rows = ((1, 70), (5, 33), (40, 40), (1, 1), (20, 60))
+    seen = [
+        (row, position, key)
+        for row, (q_len, kv_len) in enumerate(rows)
+        for position in range(kv_len - q_len, kv_len)
+        for key in range(position + 1)
+        if window is None or key > position - window
+    ]
+    case = Case("some", rows, Heads(4, 2, 32), window=window)
+    assert case.flops == 4 * len(seen) * 4 * 32
+    assert case.kv_bytes == len({(row, key) for row, _, key in seen}) * 2 * 2 * 32 * 2
+
+
+def test_each_case_is_timed_with_each_window(launch, small, capsys):
+    """The kernel is the XLA back end, within windows; a result without one would be wrong."""
+    assert launch("benchmark_kernels", shared_llm=False, window="none,5", **QUICK) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["measurements"]
+    assert [(one["case"], one["kernel"]) for one in measured] == [("tiny", "xla"), ("tiny_w5", "xla")]
+    assert all(one["max_error"] < 1e-5 and one["time_us"] > 0 for one in measured)
+    assert measured[1]["num_bytes"] < measured[0]["num_bytes"]
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Use one small case, fixed ceilings, and fake kernels."""
@@ -248,6 +273,9 @@ def test_a_mistake_of_the_references_ends_no_other_case(launch, small, monkeypat
         ({"backend": "x"}, AttentionArgumentError, "pallas_mosaic_gpu"),
         ({"backend": "pallas_mosaic_gpu"}, AttentionArgumentError, "give auto or xla"),
         ({"backend": "jax_triton"}, AttentionArgumentError, "give auto or xla"),
+        ({"window": "none,many"}, ConfigError, "--window is 'many', but must be integers of at least 1"),
+        ({"window": ""}, ConfigError, "--window is '', but must be none, or numbers of keys"),
+        ({"window": "128", "peers": "jax"}, AttentionArgumentError, "none has windows"),
         ({"plot": "/nowhere/x.png"}, ConfigError, "--plot is '/nowhere/x.png'"),
         ({"plot": "x.exe"}, ConfigError, "--plot is 'x.exe'"),
         ({"sweep": True, "sweep_matching": "("}, ConfigError, "--sweep_matching.*regular expression"),

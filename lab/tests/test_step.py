@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from model_defs import preset
+from model_defs import LayerKind, preset
 from pensieve_jax import ConfigError
 from pensieve_jax.device import row_steps
 from tests.launching import load
@@ -51,6 +52,27 @@ def test_operations(name):
     assert found["attention"].num_bytes == num_layers * (3 * state + 2 * queries_and_answers)
     halves = step_bounds.operations(model, rows, **sizes | {"num_devices": 2})
     assert [one.flop for one in halves] == [one.flop // 2 for one in found.values()]
+
+
+def test_operations_of_experts():
+    """A step reads the experts that it chooses: about 112 of 128 for 32 tokens, all of them for many."""
+    model = preset("qwen3-30b-a3b")
+    sizes = {"num_samples": 0, "bytes_per_number": 2, "kv_token_bytes": 0, "num_devices": 1}
+    expert = 2 * 3 * model.hidden_size * model.experts.width
+    for num_tokens, num_read in ((1, 8), (32, 111.78), (2048, 128)):
+        rows = [row_steps.StepRow(0, 0, num_tokens)]
+        found = {one.name: one for one in step_bounds.operations(model, rows, **sizes)}
+        assert not {"mlp in", "mlp out"} & set(found)
+        weights = found["experts in"].num_bytes + found["experts out"].num_bytes
+        weights -= 48 * num_tokens * 8 * 2 * (2 * model.hidden_size + 3 * model.experts.width)
+        assert weights == pytest.approx(48 * num_read * expert, rel=1e-4)
+        flop = found["experts in"].flop + found["experts out"].flop
+        assert flop == 48 * num_tokens * 8 * expert
+        assert found["router"].num_bytes > 48 * 2 * 128 * 2048
+    some = dataclasses.replace(model, layer_kinds=(LayerKind(), LayerKind(mlp="moe")) * 24)
+    found = {one.name: one for one in step_bounds.operations(some, rows, **sizes)}
+    assert found["mlp out"].flop == 24 * 2 * 2048 * 6144 * 2048
+    assert found["experts in"].flop + found["experts out"].flop == flop // 2
 
 
 def test_the_bound_is_what_limits_each_operation():

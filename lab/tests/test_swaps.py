@@ -136,7 +136,11 @@ def cost_models(monkeypatch):
 @pytest.mark.parametrize("policy", ["lru", "retention"])
 def test_a_variant_that_needs_costs_evicts_by_measured_ones(launch, cost_models, capsys, policy):
     """The result does not depend on whether the policy of the flags, which the others use, needs costs."""
-    launch("compare_variants", shared_llm=False, **LOAD | {"policy": policy, "policies": True})
+    launch(
+        "compare_variants",
+        shared_llm=False,
+        **LOAD | {"policy": policy, "policies": True, "prompt_order": "arrival"},
+    )
     variants = last_line(capsys.readouterr().out)["results"]["variants"]
     kinds = {name: one["costs"]["kind"] for name, one in variants.items()}
     measured = {name for name, kind in kinds.items() if kind == "measured at start"}

@@ -60,7 +60,7 @@ _PRESETS = {
         max_position_embeddings=8192,
         bos_token_id=128000,
         eos_token_ids=(128001,),
-        rope=RopeConfig(theta=500000.0),
+        ropes=(RopeConfig(theta=500000.0),),
     ),
     "llama-tiny": tiny_preset("llama"),
 }
@@ -85,7 +85,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 def _make_model(build: Build) -> GatedDecoder:
     bias = build.config.attention_bias
-    return GatedDecoder(build, lambda: GatedLayer(build, qkv_bias=bias, out_bias=bias))
+    return GatedDecoder(build, lambda kind: GatedLayer(build, kind, qkv_bias=bias, out_bias=bias))
 
 
 FAMILY = Family(

@@ -1,16 +1,16 @@
 """Mistral 7B and similar models: the gated decoder with grouped heads and without biases.
 
-Owns the family's config.json, weight map and presets. A model with a sliding window is served with a
-context that the window covers, so that it hides no token; a longer one is rejected. If config.json does not
-mention it, the window is 4,096, as in transformers: this is Mistral's first version, and later versions have
-null. The chat templates write `[INST]` around a user's message and an end-of-sequence token after a reply.
-They continue a conversation unchanged, unless it has a system message. Later versions move that to the last
-user message, so each turn computes the context again from where it stood.
+Owns the family's config.json, weight map and presets. A sliding window is that of all layers. If config.json
+does not mention it, the window is 4,096, as in transformers: this is Mistral's first version, and later
+versions have null. The chat templates write `[INST]` around a user's message and an end-of-sequence token
+after a reply. They continue a conversation unchanged, unless it has a system message. Later versions move
+that to the last user message, so each turn computes the context again from where it stood.
 """
 
+import functools
 from typing import Any
 
-from model_defs.config import ModelConfig, RopeConfig
+from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
@@ -41,9 +41,24 @@ _PRESETS = {
         max_position_embeddings=32768,
         bos_token_id=1,
         eos_token_ids=(2,),
-        rope=RopeConfig(theta=1e6),
+        ropes=(RopeConfig(theta=1e6),),
+    ),
+    "mistral-small-24b": ModelConfig(  # Small 3.1 and 3.2
+        architecture="mistral",
+        num_layers=40,
+        hidden_size=5120,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=32768,
+        vocab_size=131072,
+        max_position_embeddings=131072,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        ropes=(RopeConfig(theta=1e9),),
     ),
     "mistral-tiny": tiny_preset("mistral", num_heads=8),
+    "mistral-window-tiny": tiny_preset("mistral", num_heads=8, layer_kinds=(LayerKind(window=32),) * 2),
 }
 
 
@@ -52,15 +67,17 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
     window = values.get("sliding_window", _DEFAULT_WINDOW)
     if window is not None:
         window = integer(values, "sliding_window", _DEFAULT_WINDOW)
-    return parse_gated("mistral", values, generation, _DEFAULTS, sliding_window=window)
+    kinds = (LayerKind(window=window),) * integer(values, "num_hidden_layers")
+    return parse_gated("mistral", values, generation, _DEFAULTS, layer_kinds=kinds)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return written_gated(config) | {"sliding_window": config.sliding_window}
+    kinds = config.layer_kinds or (LayerKind(),)
+    return written_gated(config) | {"sliding_window": kinds[0].window}
 
 
 def _make_model(build: Build) -> GatedDecoder:
-    return GatedDecoder(build, lambda: GatedLayer(build))
+    return GatedDecoder(build, functools.partial(GatedLayer, build))
 
 
 FAMILY = Family(
@@ -72,4 +89,5 @@ FAMILY = Family(
     weight_map=gated_weight_map,
     tensor_prefix=TENSOR_PREFIX,
     presets=_PRESETS,
+    window_of_all_layers=True,
 )

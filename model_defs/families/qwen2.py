@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: the gated decoder with biases on queries, keys and values only.
 
 Owns the family's config.json, weight map and presets. Small models of the family tie their embeddings.
-A window that some layers have limits the context that can be served; see `window_of_some_layers`.
+Some layers may have a window; see `qwen_layer_kinds`.
 A conversation has no beginning-of-sequence token unless the tokenizer's files ask for it. The chat templates
 are ChatML with a default system message. They write it into the first turn, and can continue a conversation
 unchanged.
@@ -16,9 +16,9 @@ from model_defs.gated_checkpoints import (
     Defaults,
     gated_weight_map,
     parse_gated,
-    window_of_some_layers,
+    qwen_layer_kinds,
     written_gated,
-    written_window,
+    written_qwen_kinds,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
 from model_defs.layers import Build
@@ -41,23 +41,23 @@ _PRESETS = {
         eos_token_ids=(151645,),
         norm_eps=1e-6,
         attention_bias=True,
-        rope=RopeConfig(theta=1e6),
+        ropes=(RopeConfig(theta=1e6),),
     ),
     "qwen2-tiny": tiny_preset("qwen2", attention_bias=True, tie_word_embeddings=True),
 }
 
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
-    window = window_of_some_layers(values)
-    return parse_gated("qwen2", values, generation, _DEFAULTS, attention_bias=True, sliding_window=window)
+    kinds = qwen_layer_kinds(values)
+    return parse_gated("qwen2", values, generation, _DEFAULTS, attention_bias=True, layer_kinds=kinds)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return written_gated(config) | written_window(config)
+    return written_gated(config) | written_qwen_kinds(config)
 
 
 def _make_model(build: Build) -> GatedDecoder:
-    return GatedDecoder(build, lambda: GatedLayer(build, qkv_bias=True))
+    return GatedDecoder(build, lambda kind: GatedLayer(build, kind, qkv_bias=True))
 
 
 FAMILY = Family(

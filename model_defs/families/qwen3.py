@@ -1,33 +1,30 @@
 """Qwen3: the gated decoder with a norm over each head of queries and keys, before the rotation.
 
-Owns this layer, and the family's config.json, weight map and presets. `head_dim` is a separate option: heads
-times `head_dim` need not equal the hidden size. A window that some layers have limits the context that can be
-served; see `window_of_some_layers`. The official chat template removes the reasoning of a reply when a later
-question follows, and puts empty reasoning before a reply without any. So a turn replaces the end of the
-earlier tokens, and computes it again.
+Owns the family's config.json, weight map and presets. `head_dim` is a separate option: heads
+times `head_dim` need not equal the hidden size. Some layers may have a window; see `qwen_layer_kinds`. The
+official chat template removes the reasoning of a reply when a later question follows, and puts empty
+reasoning before a reply without any. So a turn replaces the end of the earlier tokens, and computes it again.
 """
 
+import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
-from model_defs.config import ModelConfig, RopeConfig
+from model_defs.config import LayerKind, ModelConfig, RopeConfig
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
     Defaults,
     gated_weight_map,
     parse_gated,
-    window_of_some_layers,
+    qwen_layer_kinds,
     written_gated,
-    written_window,
+    written_qwen_kinds,
 )
-from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.gated_decoder import GatedDecoder
+from model_defs.head_norms import HeadNormLayer, head_norm_recipes
 from model_defs.hf_options import boolean
-from model_defs.layers import Build, declare
-from model_defs.tensor_recipes import WeightMap, vector
+from model_defs.layers import Build
+from model_defs.tensor_recipes import WeightMap
 from model_defs.tiny_preset import tiny_preset
 
 _DEFAULTS = Defaults(max_positions=32768, num_kv_heads=32, head_dim=128)
@@ -46,62 +43,32 @@ _PRESETS = {
         bos_token_id=151643,
         eos_token_ids=(151645,),
         norm_eps=1e-6,
-        rope=RopeConfig(theta=1e6),
+        ropes=(RopeConfig(theta=1e6),),
     ),
     "qwen3-tiny": tiny_preset("qwen3"),
+    "qwen3-window-tiny": tiny_preset(
+        "qwen3", num_layers=4, layer_kinds=(LayerKind(window=32), LayerKind()) * 2
+    ),
 }
-
-
-class HeadNorm(nnx.Module):
-    """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
-
-    def __init__(self, build: Build) -> None:
-        """Declare the scale, which is replicated on every device."""
-        self.eps = build.config.norm_eps
-        self.scale = declare(build, (build.config.head_dim,), ones=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
-
-
-class Qwen3Layer(GatedLayer):
-    """Gated decoder layer that norms each head of queries and keys."""
-
-    def __init__(self, build: Build) -> None:
-        """Declare the layer's arrays."""
-        bias = build.config.attention_bias
-        super().__init__(build, qkv_bias=bias, out_bias=bias)
-        self.q_norm, self.k_norm = HeadNorm(build), HeadNorm(build)
-
-    def project(self, normed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q, k, v = super().project(normed)
-        return self.q_norm(q), self.k_norm(k), v
 
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     bias = boolean(values, "attention_bias", False)
-    window = window_of_some_layers(values)
-    return parse_gated("qwen3", values, generation, _DEFAULTS, attention_bias=bias, sliding_window=window)
+    kinds = qwen_layer_kinds(values)
+    return parse_gated("qwen3", values, generation, _DEFAULTS, attention_bias=bias, layer_kinds=kinds)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return written_gated(config) | written_window(config) | {"attention_bias": config.attention_bias}
+    return written_gated(config) | written_qwen_kinds(config) | {"attention_bias": config.attention_bias}
 
 
 def _make_model(build: Build) -> GatedDecoder:
-    return GatedDecoder(build, lambda: Qwen3Layer(build))
+    return GatedDecoder(build, functools.partial(HeadNormLayer, build))
 
 
 def _weight_map(config: ModelConfig) -> WeightMap:
     outer, layer = gated_weight_map(config)
-    norms = {
-        f"{name}.scale": vector(f"self_attn.{name}.weight", config.head_dim) for name in ("q_norm", "k_norm")
-    }
-    return WeightMap(outer, layer | norms)
+    return WeightMap(outer, layer | head_norm_recipes(config.head_dim))
 
 
 FAMILY = Family(

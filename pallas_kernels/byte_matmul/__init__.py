@@ -3,6 +3,7 @@
 from pallas_kernels.byte_matmul.api import (
     BACKENDS,
     CODE_DTYPES,
+    GATES,
     MAX_ROWS,
     ByteMatmulArgumentError,
     byte_matmul,
@@ -14,6 +15,7 @@ from pallas_kernels.byte_matmul.tiles import ByteTile, default_tile
 __all__ = [
     "BACKENDS",
     "CODE_DTYPES",
+    "GATES",
     "MAX_ROWS",
     "ByteMatmulArgumentError",
     "ByteTile",

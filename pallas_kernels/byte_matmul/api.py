@@ -21,7 +21,7 @@ from pallas_kernels.byte_matmul.tiles import (
     has_supported_rows,
 )
 from pallas_kernels.byte_matmul.xla import xla_byte_matmul
-from pallas_kernels.decode_matmul import device_limit
+from pallas_kernels.decode_matmul import GATES, device_limit
 
 BACKENDS = ("auto", "xla", "pallas_mosaic_gpu")
 CODE_DTYPES = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))
@@ -59,12 +59,13 @@ def byte_matmul(
     bias: Annotated[jax.Array, "f[width]"] | None = None,
     *,
     gated: bool = False,
+    activation: str = "silu",
     relu: bool = False,
     backend: str = "auto",
     tile: ByteTile | None = None,
     interpret: bool = False,
 ) -> Annotated[jax.Array, "f[num_rows, width]"]:
-    """Return `(x @ codes.T) * scale + bias`, or SwiGLU of two such products; in float32, rounded once.
+    """Return `(x @ codes.T) * scale + bias`, or of two such products f(gate) * up; in float32, rounded once.
 
     With the kernel, the result of a row depends on that row alone.
 
@@ -73,7 +74,8 @@ def byte_matmul(
       codes: [width, depth] in int8 or float8_e4m3fn; if gated, [2 * width, depth], the gate's rows first.
       scale: the factor of each row of `codes`.
       bias: [width] of x's dtype, added before rounding; not for a gated product.
-      gated: return `silu(y[:, :width]) * y[:, width:]` of the product y.
+      gated: return `f(y[:, :width]) * y[:, width:]` of the product y.
+      activation: name of f, one of `decode_matmul.GATES`.
       relu: clip negative results to 0, after the bias; not for a gated product.
       backend: "auto" selects the kernel if it supports these arrays on the first device.
       tile: tile of the kernel; None means its choice.
@@ -91,17 +93,20 @@ def byte_matmul(
         raise ByteMatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
     if interpret and backend != "pallas_mosaic_gpu":
         raise ByteMatmulArgumentError(f"backend is {backend!r}, but interpret needs 'pallas_mosaic_gpu'")
+    if activation not in GATES:
+        raise ByteMatmulArgumentError(f"activation is {activation!r}, but must be one of {GATES}")
     sizes = _sizes(x, codes, scale, gated=gated)
     _check_bias(x, bias, sizes[2], gated=gated, relu=relu)
     if backend == "auto":
         backend = choose_backend(*sizes, gated=gated, dtype=x.dtype, device=jax.devices()[0])
+    gate = activation if gated else None
     if backend == "xla":
-        return xla_byte_matmul(x, codes, scale, bias, gated=gated, relu=relu)
+        return xla_byte_matmul(x, codes, scale, bias, gate=gate, relu=relu)
     tile = _checked_tile(x, codes, sizes, tile, gated=gated)
     # Imported late: it needs a part of JAX that only builds for NVIDIA GPUs contain.
     from pallas_kernels.byte_matmul.pallas_mosaic_gpu import mosaic_byte_matmul
 
-    return mosaic_byte_matmul(x, codes, scale, bias, gated=gated, relu=relu, tile=tile, interpret=interpret)
+    return mosaic_byte_matmul(x, codes, scale, bias, gate=gate, relu=relu, tile=tile, interpret=interpret)
 
 
 def _checked_tile(

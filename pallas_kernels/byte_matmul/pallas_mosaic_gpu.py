@@ -32,6 +32,7 @@ from pallas_kernels.byte_matmul.tiles import (
     ByteTile,
     padded_rows,
 )
+from pallas_kernels.decode_matmul.pallas_mosaic_gpu import GATE_FUNCTIONS, GATE_NAMES
 
 _Layout = plgpu.Layout
 # (Upstream's annotations make these classes abstract.)
@@ -49,11 +50,16 @@ class Product(NamedTuple):
     depth: int
     width: int
     dtype: Any  # of the codes
-    gated: bool
+    gate: str | None
     has_bias: bool
     relu: bool
     tile: ByteTile
     interpret: bool
+
+    @property
+    def gated(self) -> bool:
+        """Whether the product is of two parts of the codes."""
+        return self.gate is not None
 
     @property
     def rows(self) -> int:
@@ -113,16 +119,16 @@ def mosaic_byte_matmul(
     scale: jax.Array,
     bias: jax.Array | None,
     *,
-    gated: bool,
+    gate: str | None,
     relu: bool,
     tile: ByteTile,
     interpret: bool,
 ) -> jax.Array:
     """See `api.byte_matmul`; arguments are already checked."""
     num_rows, depth = x.shape
-    width = codes.shape[0] // (1 + gated)
+    width = codes.shape[0] // (1 if gate is None else 2)
     has_bias = bias is not None
-    product = Product(num_rows, depth, width, codes.dtype, gated, has_bias, relu, tile, interpret)
+    product = Product(num_rows, depth, width, codes.dtype, gate, has_bias, relu, tile, interpret)
     result: jax.Array = _kernel_of(product)(x, codes, scale, *(() if bias is None else (bias,)))
     return result
 
@@ -161,7 +167,7 @@ def _kernel_of(product: Product) -> Callable[..., jax.Array]:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=f"byte_matmul_{'gated_' * product.gated}{'relu_' * product.relu}{rows}",
+        kernel_name=f"byte_matmul_{GATE_NAMES[product.gate]}{'relu_' * product.relu}{rows}",
     )
     return jax.jit(kernel)
 
@@ -352,7 +358,7 @@ def _column_vector(product: Product, block: Any) -> Any:
 
 def _store(product: Product, refs: _Refs, column: Any, place: Any, first: Any, scaled: list[Any]) -> None:
     """Finish 64 columns of the result, f32[64, rows], and copy them to the rows of the result."""
-    total = _silu(scaled[0]) * scaled[1] if product.gated else scaled[0]
+    total = scaled[0] if product.gate is None else GATE_FUNCTIONS[product.gate](scaled[0]) * scaled[1]
     if product.has_bias:
         plgpu.barrier_wait(refs.bias_ready)
         bias = _column_vector(product, refs.bias_block.at[pl.ds(first, WARPGROUP_COLUMNS)])
@@ -368,7 +374,3 @@ def _store(product: Product, refs: _Refs, column: Any, place: Any, first: Any, s
     columns = pl.ds(column + first, WARPGROUP_COLUMNS)
     plgpu.copy_smem_to_gmem(refs.result.at[place], refs.out.at[pl.ds(0, product.rows), columns])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _silu(x: Any) -> Any:
-    return x / (1 + jnp.exp(-x))

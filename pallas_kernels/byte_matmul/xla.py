@@ -14,7 +14,7 @@ from jax import lax
 
 
 def xla_byte_matmul(
-    x: jax.Array, codes: jax.Array, scale: jax.Array, bias: jax.Array | None, *, gated: bool, relu: bool
+    x: jax.Array, codes: jax.Array, scale: jax.Array, bias: jax.Array | None, *, gate: str | None, relu: bool
 ) -> jax.Array:
     """See `api.byte_matmul`; computed in float32 and rounded once."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
@@ -23,9 +23,9 @@ def xla_byte_matmul(
         x, codes.astype(x.dtype), contract, precision=precision, preferred_element_type=jnp.float32
     )
     y = y * scale
-    if gated:
-        gate, up = jnp.split(y, 2, axis=1)
-        y = jax.nn.silu(gate) * up
+    if gate is not None:
+        first, up = jnp.split(y, 2, axis=1)
+        y = (jax.nn.silu(first) if gate == "silu" else jax.nn.gelu(first, approximate=True)) * up
     if bias is not None:
         y += bias.astype(jnp.float32)
     if relu:

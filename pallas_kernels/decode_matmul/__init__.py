@@ -2,6 +2,7 @@
 
 from pallas_kernels.decode_matmul.api import (
     BACKENDS,
+    GATES,
     MAX_ROWS,
     MatmulArgumentError,
     choose_backend,
@@ -13,6 +14,7 @@ from pallas_kernels.decode_matmul.tiles import MatmulTile, default_tile
 
 __all__ = [
     "BACKENDS",
+    "GATES",
     "MAX_ROWS",
     "MatmulArgumentError",
     "MatmulTile",

@@ -22,6 +22,8 @@ from pallas_kernels.decode_matmul.xla import xla_decode_matmul
 from pallas_kernels.devices import mosaic_device_limit
 
 BACKENDS = ("auto", "xla", "pallas_mosaic_gpu")
+GATES = ("silu", "gelu_tanh")
+"""Functions of a gated product's gate; "gelu_tanh" is GELU in its tanh form."""
 MAX_ROWS = ROWS[-1]
 """Most rows. With more, arithmetic and not memory is the limit; XLA's products are for those."""
 
@@ -69,12 +71,13 @@ def decode_matmul(
     bias: Annotated[jax.Array, "f[width]"] | None = None,
     *,
     gated: bool = False,
+    activation: str = "silu",
     relu: bool = False,
     backend: str = "auto",
     tile: MatmulTile | None = None,
     interpret: bool = False,
 ) -> Annotated[jax.Array, "f[num_rows, width]"]:
-    """Return `x @ w + bias`, or `silu(x @ gate) * (x @ up)`, for few rows; in float32, rounded once.
+    """Return `x @ w + bias`, or `f(x @ gate) * (x @ up)`, for few rows; in float32, rounded once.
 
     With the kernel, the result of a row depends on that row alone.
 
@@ -82,7 +85,8 @@ def decode_matmul(
       x: [num_rows, depth]. The kernel needs up to 8 rows, or a multiple of 8 up to `MAX_ROWS`, in bfloat16.
       w: [depth, width] of the same dtype; if gated, [depth, 2 * width], the gate's columns first.
       bias: [width] of the same dtype, added before rounding; not for a gated product.
-      gated: compute the second form (SwiGLU).
+      gated: compute the second form.
+      activation: name of f, one of `GATES`.
       relu: clip negative results to 0, after the bias; not for a gated product.
       backend: "auto" selects the kernel if it supports these arrays on the first device.
       tile: tile of the kernel; None means the measured choice.
@@ -92,25 +96,28 @@ def decode_matmul(
       [num_rows, width] in the dtype of x.
 
     Raises:
-      MatmulArgumentError: arrays do not match, or `backend` names the kernel and it does not support them.
-        If it is named and does not run on the device (see `device_limit`), JAX raises instead, since programs
-        may be lowered for a GPU on a machine without one.
+      MatmulArgumentError: arrays do not match, `activation` is unknown, or `backend` names the kernel and it
+        does not support them. If it is named and does not run on the device (see `device_limit`), JAX raises
+        instead, since programs may be lowered for a GPU on a machine without one.
     """
     if backend not in BACKENDS:
         raise MatmulArgumentError(f"backend is {backend!r}, but must be one of {BACKENDS}")
     if interpret and backend != "pallas_mosaic_gpu":
         raise MatmulArgumentError(f"backend is {backend!r}, but interpret needs 'pallas_mosaic_gpu'")
+    if activation not in GATES:
+        raise MatmulArgumentError(f"activation is {activation!r}, but must be one of {GATES}")
     sizes = _sizes(x, w, gated=gated)
     _check_bias(x, bias, sizes[2], gated=gated, relu=relu)
     if backend == "auto":
         backend = choose_backend(*sizes, gated=gated, dtype=x.dtype, device=jax.devices()[0])
+    gate = activation if gated else None
     if backend == "xla":
-        return xla_decode_matmul(x, w, bias, gated=gated, relu=relu)
+        return xla_decode_matmul(x, w, bias, gate=gate, relu=relu)
     tile = _checked_tile(x, w, sizes, tile, gated=gated)
     # Imported late: it needs a part of JAX that only builds for NVIDIA GPUs contain.
     from pallas_kernels.decode_matmul.pallas_mosaic_gpu import mosaic_decode_matmul
 
-    return mosaic_decode_matmul(x, w, bias, gated=gated, relu=relu, tile=tile, interpret=interpret)
+    return mosaic_decode_matmul(x, w, bias, gate=gate, relu=relu, tile=tile, interpret=interpret)
 
 
 def _checked_tile(

@@ -15,6 +15,7 @@ result: no row of a product reads another row, and these rows are not stored.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ _TILES = (plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128))  # 
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector over the columns of the sums
 # Registers of a thread that multiplies, and of one that fetches, if two warpgroups multiply.
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
+GATE_NAMES = {None: "", "silu": "gated_", "gelu_tanh": "gelu_gated_"}  # parts of a kernel's name, by its gate
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
 class Product(NamedTuple):
@@ -40,11 +43,16 @@ class Product(NamedTuple):
     num_rows: int
     depth: int
     width: int
-    gated: bool
+    gate: str | None
     has_bias: bool
     relu: bool
     tile: MatmulTile
     interpret: bool
+
+    @property
+    def gated(self) -> bool:
+        """Whether the product is of two parts of w."""
+        return self.gate is not None
 
     @property
     def tile_rows(self) -> int:
@@ -103,15 +111,15 @@ def mosaic_decode_matmul(
     w: jax.Array,
     bias: jax.Array | None,
     *,
-    gated: bool,
+    gate: str | None,
     relu: bool,
     tile: MatmulTile,
     interpret: bool,
 ) -> jax.Array:
     """See `api.decode_matmul`; arguments are already checked."""
     num_rows, depth = x.shape
-    width = w.shape[1] // (1 + gated)
-    product = Product(num_rows, depth, width, gated, bias is not None, relu, tile, interpret)
+    width = w.shape[1] // (1 if gate is None else 2)
+    product = Product(num_rows, depth, width, gate, bias is not None, relu, tile, interpret)
     result: jax.Array = _kernel_of(product)(x, w, *(() if bias is None else (bias,)))
     return result
 
@@ -142,7 +150,7 @@ def _kernel_of(product: Product) -> Callable[..., jax.Array]:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=f"decode_matmul_{'gated_' * product.gated}{'relu_' * product.relu}{product.tile_rows}",
+        kernel_name=f"decode_matmul_{GATE_NAMES[product.gate]}{'relu_' * product.relu}{product.tile_rows}",
     )
     return jax.jit(kernel)
 
@@ -216,7 +224,7 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
         y = [part_sums[...] for part_sums in sums]
-        total = _silu(y[0]) * y[1] if product.gated else y[0]
+        total = y[0] if product.gate is None else GATE_FUNCTIONS[product.gate](y[0]) * y[1]
         if product.has_bias:
             plgpu.barrier_wait(refs.bias_ready)
             # All rows of a warpgroup have the same columns; no load of whole vectors has this layout.
@@ -238,3 +246,11 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
 
 def _silu(x: Any) -> Any:
     return x / (1 + jnp.exp(-x))
+
+
+def _gelu_tanh(x: Any) -> Any:
+    """Return GELU in its tanh form, by an exponential: (1 + tanh(z)) / 2 is the logistic function of 2 z."""
+    return x / (1 + jnp.exp(-2 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+
+
+GATE_FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}

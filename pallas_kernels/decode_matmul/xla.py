@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 
 def xla_decode_matmul(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, gated: bool, relu: bool
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, *, gate: str | None, relu: bool
 ) -> jax.Array:
     """See `api.decode_matmul`; computed in float32 and rounded once."""
     y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
-    if gated:
-        gate, up = jnp.split(y, 2, axis=1)
-        y = jax.nn.silu(gate) * up
+    if gate is not None:
+        first, up = jnp.split(y, 2, axis=1)
+        y = (jax.nn.silu(first) if gate == "silu" else jax.nn.gelu(first, approximate=True)) * up
     if bias is not None:
         y += bias.astype(jnp.float32)
     if relu:

@@ -35,6 +35,9 @@ def ragged_paged_attention(
     num_seqs: Annotated[jax.Array, "i32[1]"],
     *,
     sm_scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Annotated[jax.Array, "f32[num_q_heads]"] | None = None,
     metadata: tuple[TileSpec, jax.Array] | None = None,
     backend: str = "auto",
     blocks: BlockSizes | None = None,
@@ -46,6 +49,10 @@ def ragged_paged_attention(
     Row i has queries q[cu_q_lens[i]:cu_q_lens[i + 1]] at the last positions of its kv_lens[i] keys. The keys
     must already be in the pages. Two rows may share a page list.
 
+    With a `window`, pages without a key that some query of the row sees may hold anything, and their page
+    indices may be any page's, such as a dummy page's. Other pages must hold finite numbers up to the row's
+    end.
+
     Args:
       q: [num_tokens, num_q_heads, head_dim].
       kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], q's dtype; K at even, V at odd heads.
@@ -55,6 +62,9 @@ def ragged_paged_attention(
       cu_q_lens: i32[max_num_seqs + 1].
       num_seqs: i32[1]; rows from this index on are padding.
       sm_scale: factor on the scores, positive.
+      window: a query at position p sees keys p - window + 1 to p; None means all keys up to p.
+      softcap: scores become softcap * tanh(score / softcap), before they are masked; None means unchanged.
+      sinks: f32[num_q_heads], one more logit of each head in the softmax, without a value; None means none.
       metadata: (spec, tiles) from `tile_spec` and `build_tiles`; None builds tiles on the device.
       backend: "auto" selects the metadata's back end, or else the fastest that supports these arguments here.
       blocks: tile sizes to use instead of the measured ones; only without metadata.
@@ -73,28 +83,15 @@ def ragged_paged_attention(
     _check_arrays(*args, kv_dtype=kv_dtype)
     if not (math.isfinite(sm_scale) and sm_scale > 0):
         raise AttentionArgumentError("sm_scale", sm_scale, "must be positive and finite")
+    if sinks is not None:
+        _check_sinks(sinks, q.shape[1])
     if metadata is not None:
+        if metadata[0].window != window:
+            limit = f"must be {metadata[0].window}, the window of the metadata's tiles"
+            raise AttentionArgumentError("window", window, limit)
         backend = metadata[0].backend if backend == "auto" else backend
         blocks = metadata[0].blocks
-    scratch_pages = 0 if metadata is None else metadata[0].scratch_pages
-    spec = _spec_of(
-        q, kv_pages, kv_lens, backend=backend, blocks=blocks, kv_dtype=kv_dtype, scratch_pages=scratch_pages
-    )
-    return _dispatch(spec, args, sm_scale=sm_scale, metadata=metadata, interpret=interpret)
-
-
-def _spec_of(
-    q: jax.Array,
-    kv_pages: jax.Array,
-    kv_lens: jax.Array,
-    *,
-    backend: str,
-    blocks: BlockSizes | None,
-    kv_dtype: str | None,
-    scratch_pages: int,
-) -> TileSpec:
-    """Return the spec that arrays of these shapes need."""
-    return tile_spec(
+    spec = tile_spec(
         num_tokens=q.shape[0],
         max_num_seqs=kv_lens.shape[0],
         num_q_heads=q.shape[1],
@@ -105,7 +102,13 @@ def _spec_of(
         backend=backend,
         blocks=blocks,
         kv_dtype=kv_dtype,
-        scratch_pages=scratch_pages,
+        scratch_pages=0 if metadata is None else metadata[0].scratch_pages,
+        window=window,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+    )
+    return _dispatch(
+        spec, args, sm_scale=sm_scale, softcap=softcap, sinks=sinks, metadata=metadata, interpret=interpret
     )
 
 
@@ -114,21 +117,27 @@ def _dispatch(
     args: tuple[jax.Array, ...],
     *,
     sm_scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
     metadata: tuple[TileSpec, jax.Array] | None,
     interpret: bool,
 ) -> jax.Array:
     """Call the back end of a spec that fits `args`, the arrays of `ragged_paged_attention` in order."""
     q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs = args
     if spec.backend == "reference":
-        if any(isinstance(arg, jax.core.Tracer) for arg in args):
+        if any(isinstance(arg, jax.core.Tracer) for arg in (*args, sinks)):
             raise AttentionArgumentError("backend", "reference", "is numpy and cannot be jitted; use 'xla'")
         arrays = map(np.asarray, args)
         answer = reference_attention(
-            *arrays, sm_scale=sm_scale, page_size=spec.page_size, kv_dtype=spec.kv_dtype
-        )
+            *arrays, sm_scale=sm_scale, page_size=spec.page_size, kv_dtype=spec.kv_dtype, window=spec.window,
+            softcap=softcap, sinks=None if sinks is None else np.asarray(sinks),
+        )  # fmt: skip
         return jnp.asarray(answer, q.dtype)
     if spec.backend == "xla":
-        return xla_attention(*args, sm_scale=sm_scale, kind=PageKind(spec.page_size, spec.kv_dtype))
+        kind = PageKind(spec.page_size, spec.kv_dtype)
+        return xla_attention(
+            *args, sm_scale=sm_scale, kind=kind, window=spec.window, softcap=softcap, sinks=sinks
+        )
     if metadata is not None and (metadata[0] != spec or metadata[1].shape != (spec.tiles_len,)):
         raise AttentionArgumentError(
             "metadata", metadata[0], f"was made for another call; this one needs {spec}"
@@ -151,11 +160,13 @@ def _dispatch(
         if spec.scratch_pages:
             scratch = decode_pages(spec, kv_pages, tiles, dtype=q.dtype, interpret=interpret)
         buffers = mosaic_attention(
-            spec, q, kv_pages, page_indices, tiles, scratch, sm_scale=sm_scale, interpret=interpret
-        )
+            spec, q, kv_pages, page_indices, tiles, scratch, sm_scale=sm_scale, sinks=sinks,
+            interpret=interpret,
+        )  # fmt: skip
     return triton_attention(
-        spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, interpret=interpret, buffers=buffers
-    )
+        spec, q, kv_pages, page_indices, tiles, sm_scale=sm_scale, softcap=softcap, sinks=sinks,
+        interpret=interpret, buffers=buffers,
+    )  # fmt: skip
 
 
 def tile_spec(
@@ -171,8 +182,14 @@ def tile_spec(
     blocks: BlockSizes | None = None,
     kv_dtype: str | None = None,
     scratch_pages: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> TileSpec:
     """Return the static part of a bucket's metadata. Heads are those of one shard.
+
+    The tile list depends on the `window`. `softcap` and `has_sinks` (whether there are sinks) only exclude
+    back ends.
 
     With pages in 8 bits, `scratch_pages` is how many of them may be decoded for a step's long prompts before
     attention reads them, where the chosen back end has a kernel for that. They take memory during a layer.
@@ -186,7 +203,7 @@ def tile_spec(
             raise AttentionArgumentError(field, value, "must be at least 1")
     if scratch_pages < 0:
         raise AttentionArgumentError("scratch_pages", scratch_pages, "must be at least 0")
-    heads = AttentionHeads(num_q_heads, num_kv_heads, head_dim, dtype, kv_dtype)
+    heads = AttentionHeads(num_q_heads, num_kv_heads, head_dim, dtype, kv_dtype, window, softcap, has_sinks)
     if page_size not in PAGE_SIZES:
         raise AttentionArgumentError("page_size", page_size, f"must be one of {PAGE_SIZES}")
     if jnp.dtype(dtype).name not in DTYPES:
@@ -203,7 +220,15 @@ def tile_spec(
         blocks=blocks,
         kv_dtype=kv_dtype,
         scratch_pages=scratch_pages,
+        window=window,
     )
+
+
+def _check_sinks(sinks: jax.Array, num_q_heads: int) -> None:
+    if sinks.shape != (num_q_heads,):
+        raise AttentionArgumentError("sinks.shape", sinks.shape, f"must be ({num_q_heads},), a sink per head")
+    if sinks.dtype != np.float32:
+        raise AttentionArgumentError("sinks.dtype", sinks.dtype.name, "must be float32")
 
 
 def _check_arrays(

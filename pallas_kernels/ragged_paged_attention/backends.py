@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ from pallas_kernels.ragged_paged_attention.errors import AttentionArgumentError
 DTYPES = ("bfloat16", "float16", "float32")
 _TRITON_HEAD_DIMS = (32, 64, 128, 256)
 _TRITON_GROUPS = tuple(range(1, 65))
+MAX_WINDOW = 2**30
+"""Most keys of a window: differences of positions and windows fit 32 bits."""
+SCORE_OPTIONS = ("window", "softcap", "sinks")
+"""Options of attention that change its scores, under their names in `ragged_paged_attention`."""
 
 
 def any_device(device: jax.Device) -> None:
@@ -50,6 +55,7 @@ class AttentionBackend:
       untried_groups: groups that have not been measured; "auto" skips them unless pages are in 8 bits.
       tried: exceptions from `untried_groups`, each a group and the elements of a head.
       kv_dtypes: formats in which pages may be stored, beside the model's dtype.
+      score_options: supported names of `SCORE_OPTIONS`.
       byte_limits: limits for pages in 8 bits; None means the same ones. "auto" accepts all of them, although
         for Mosaic only four query heads per KV head have been measured (docs/kernels.md says why).
       instead: hint for arguments that it does not support.
@@ -69,6 +75,7 @@ class AttentionBackend:
     untried_groups: tuple[int, ...] = ()
     tried: tuple[tuple[int, int], ...] = ()
     kv_dtypes: tuple[str, ...] = KV_DTYPES
+    score_options: tuple[str, ...] = SCORE_OPTIONS
     byte_limits: ByteLimits | None = None
     instead: str = ""
     has_tiles: bool = False
@@ -94,6 +101,7 @@ _ROWS = (
         untried_groups=(3, 6, 7, 12, 13, 14, 15),
         tried=((7, 128),),
         byte_limits=ByteLimits(("bfloat16",), (128,), tuple(range(1, 17))),
+        score_options=("window", "sinks"),
         instead="use backend 'pallas_triton' or 'xla'",
         has_tiles=True,
         has_mosaic_tiles=True,
@@ -116,6 +124,7 @@ _ROWS = (
         head_dims=_TRITON_HEAD_DIMS,
         groups=_TRITON_GROUPS,
         kv_dtypes=(),
+        score_options=(),
         instead="use backend 'xla'",
         has_tiles=True,
         package="jax_triton",
@@ -137,8 +146,9 @@ TILED_BACKENDS: tuple[str, ...] = tuple(row.name for row in _ROWS if row.has_til
 class AttentionHeads:
     """Heads that a back end must support: those of one shard, the queries' dtype, and the format of pages.
 
-    Without a `kv_dtype` pages have the queries' dtype. Raises AttentionArgumentError if `num_q_heads` is not
-    a multiple of `num_kv_heads`.
+    Without a `kv_dtype` pages have the queries' dtype. `window`, `softcap` and `has_sinks` are the options of
+    `ragged_paged_attention` that the heads need. Raises AttentionArgumentError if `num_q_heads` is not a
+    multiple of `num_kv_heads`, or an option is out of range.
     """
 
     num_q_heads: int
@@ -146,12 +156,26 @@ class AttentionHeads:
     head_dim: int
     dtype: Any
     kv_dtype: str | None = None
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
-        """Raise AttentionArgumentError for head counts that no back end can support."""
+        """Raise AttentionArgumentError for values that no back end can support."""
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
             limit = f"must be a multiple of num_kv_heads = {self.num_kv_heads}"
             raise AttentionArgumentError("num_q_heads", self.num_q_heads, limit)
+        if self.window is not None and not (isinstance(self.window, int) and 1 <= self.window <= MAX_WINDOW):
+            limit = f"must be None or an integer from 1 to {MAX_WINDOW}"
+            raise AttentionArgumentError("window", self.window, limit)
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise AttentionArgumentError("softcap", self.softcap, "must be None, or positive and finite")
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        """The options of `SCORE_OPTIONS` that these heads need, with their values."""
+        options = {"window": self.window, "softcap": self.softcap, "sinks": self.has_sinks or None}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def group(self) -> int:
@@ -161,7 +185,9 @@ class AttentionHeads:
     def __str__(self) -> str:
         heads = f"{self.num_q_heads} query heads on {self.num_kv_heads} KV heads of {self.head_dim}"
         stored = "" if self.kv_dtype is None else f", stored as {self.kv_dtype}"
-        return f"{heads} in {jnp.dtype(self.dtype).name}{stored}"
+        options = [f"{name} {value}" for name, value in self.score_options.items() if name != "sinks"]
+        options += ["sinks"] * self.has_sinks
+        return ", ".join([f"{heads} in {jnp.dtype(self.dtype).name}{stored}", *options])
 
 
 @dataclass(frozen=True)
@@ -267,6 +293,9 @@ def heads_limit(backend: str, heads: AttentionHeads) -> AttentionArgumentError |
         return AttentionArgumentError(
             "kv_dtype", heads.kv_dtype, f"{backend} reads {supported}; {row.instead}"
         )
+    for name, value in heads.score_options.items():
+        if name not in row.score_options:
+            return AttentionArgumentError(name, value, f"{backend} does not support it; {row.instead}")
     return None
 
 

@@ -62,6 +62,7 @@ class LaneShape:
       block_kv: keys of a block.
       num_tiles: products side by side, of 8 query rows each.
       scale: factor on scores, for base 2.
+      window: keys that a query sees; None means all up to its own.
     """
 
     kv_dtype: str
@@ -70,6 +71,7 @@ class LaneShape:
     block_kv: int
     num_tiles: int
     scale: float
+    window: int | None = None
 
     @property
     def warp_keys(self) -> int:
@@ -83,8 +85,13 @@ class LaneShape:
 
     @property
     def num_query_registers(self) -> int:
-        """Registers of queries: operands, then the factor and the last key of each query, as bits."""
-        return self.num_tiles * (_QUERY_REGISTERS + 4)
+        """Registers of queries: operands, then those of `num_bound_registers`."""
+        return self.num_tiles * (_QUERY_REGISTERS + self.num_bound_registers)
+
+    @property
+    def num_bound_registers(self) -> int:
+        """Registers of two queries: each one's factor as bits, last key, and with a window the key before."""
+        return 4 if self.window is None else 6
 
     @property
     def num_sum_registers(self) -> int:
@@ -110,7 +117,7 @@ def empty_sums(shape: LaneShape) -> list[float]:
 
 
 def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv_end: Any) -> Registers:
-    """Load a tile's rows; return i32 registers: operands, factors and last keys.
+    """Load a tile's rows; return i32 registers: operands, factors, and first and last keys.
 
     Args:
       threads: the operations of a thread.
@@ -135,6 +142,8 @@ def load_queries(threads: Any, shape: LaneShape, queries: Any, position: Any, kv
             token = threads.divide(threads.t * 2 + (TILE_ROWS * n + e), shape.group)
             rest.append(threads.as_int(threads.shuffle(factor, threads.t * 8 + 4 * e)))
             rest.append(threads.minimum_int(position + token, kv_end - 1))
+            if shape.window is not None:
+                rest.append(position + token - shape.window)
     return operands + rest
 
 
@@ -169,17 +178,20 @@ def add_block(
     products = _scores(threads, shape, codes, begin, queries)
     weights = []
     for n in tiles:
-        factors = _of_queries(shape, queries, n)
+        bounds = _of_queries(shape, queries, n)
         columns = []
         for e in range(2):
-            factor, last_key = threads.as_float(factors[2 * e]), factors[2 * e + 1]
+            factor, last_key, *hidden = bounds[len(bounds) // 2 * e :][: len(bounds) // 2]
+            factor = threads.as_float(factor)
             scores = []
             for place in range(2 * shape.key_tiles):
                 score = products[n][place // 2][2 * (place % 2) + e] * key_scales[place] * factor
                 pair = [score, score + value_scales[place]]
                 if masked:
-                    is_hidden = first_key + begin + (key_of(threads.g) + 8 * place) > last_key
-                    pair = [threads.select(is_hidden, _MASKED, x) for x in pair]
+                    key = first_key + begin + (key_of(threads.g) + 8 * place)
+                    pair = [threads.select(key > last_key, _MASKED, x) for x in pair]
+                    for hidden_key in hidden:  # the last one before the window
+                        pair = [threads.select(key > hidden_key, x, _MASKED) for x in pair]
                 scores.append(pair)
             m, total = state[n][e], state[n][2 + e]
             column, state[n][e], state[n][2 + e], alpha = _weigh(threads, scores, m, total)
@@ -189,14 +201,21 @@ def add_block(
         packed = [threads.pack_halves(a, b) for a, b in zip(*columns, strict=True)]
         weights.append([threads.transpose(pair) for pair in packed])
     can_be_nan = masked and shape.kv_dtype != "int8"  # a weight of zero times such a code is NaN
-    last_key = _last_key(threads, shape, queries) - first_key if can_be_nan else None
-    _add_values(threads, shape, codes, begin, weights, acc, last_key)
+    first_value = last_value = None
+    if can_be_nan:
+        last_value = _last_key(threads, shape, queries) - first_key
+    if can_be_nan and shape.window is not None:
+        # The first row is of the first token, whose window begins first.
+        hidden_key = threads.shuffle(_of_queries(shape, queries, 0)[2], threads.lane & 0)
+        first_value = hidden_key + 1 - first_key
+    _add_values(threads, shape, codes, begin, weights, acc, first_value, last_value)
     return [x for part in (*acc, *state) for x in part]
 
 
 def _last_key(threads: Any, shape: LaneShape, queries: Registers) -> Any:
     """Return the last key that any of a tile's queries may see."""
-    found = [_of_queries(shape, queries, n)[which] for n in range(shape.num_tiles) for which in (1, 3)]
+    places = (1, 1 + shape.num_bound_registers // 2)
+    found = [_of_queries(shape, queries, n)[which] for n in range(shape.num_tiles) for which in places]
     last = _pairwise(threads.maximum_int, found)
     for distance in (1, 2):
         last = threads.maximum_int(last, threads.shuffle_xor(last, distance))
@@ -204,8 +223,9 @@ def _last_key(threads: Any, shape: LaneShape, queries: Registers) -> Any:
 
 
 def _of_queries(shape: LaneShape, queries: Registers, n: int) -> Registers:
-    """Return factor and last key of the two queries of a tile in this thread."""
-    return queries[shape.num_tiles * _QUERY_REGISTERS + 4 * n :][:4]
+    """Return the `num_bound_registers` of the two queries of a tile in this thread."""
+    count = shape.num_bound_registers
+    return queries[shape.num_tiles * _QUERY_REGISTERS + count * n :][:count]
 
 
 def _scales(threads: Any, shape: LaneShape, scales: Any, begin: Any) -> tuple[Registers, Registers]:
@@ -269,9 +289,13 @@ def _add_values(
     begin: Any,
     weights: list[Registers],
     acc: list[Registers],
+    first_key: Any,
     last_key: Any,
 ) -> None:
-    """Add weighted values to `acc` in place. Values of keys past `last_key`, if given, count as zeros."""
+    """Add weighted values to `acc` in place.
+
+    Values of keys before `first_key` or past `last_key`, if these are given, count as zeros.
+    """
     for i in range(shape.key_tiles):
         rows: list[list[Registers]] = []
         for h in range(2):
@@ -281,6 +305,8 @@ def _add_values(
                 words = threads.load_codes(codes, key, 1, threads.g)
                 if last_key is not None:
                     words = [threads.select(key > last_key, 0, word) for word in words]
+                if first_key is not None:
+                    words = [threads.select(key >= first_key, word, 0) for word in words]
                 rows[-1].append(words)
         for j in range(4):  # words of 4 bytes
             parts = []
@@ -307,7 +333,14 @@ def _halves(threads: Any, shape: LaneShape, word: Any) -> Registers:
 
 
 def finish(
-    threads: Any, shape: LaneShape, rows: Any, slabs: Any, result: Any, lse: Any, sums: Registers
+    threads: Any,
+    shape: LaneShape,
+    rows: Any,
+    slabs: Any,
+    result: Any,
+    lse: Any,
+    sums: Registers,
+    sinks: Registers,
 ) -> None:
     """Merge the warps' sums, and store the attention of a tile's rows in three places of shared memory.
 
@@ -319,6 +352,7 @@ def finish(
       result: bf16[8 * num_tiles, 128].
       lse: f32[8 * num_tiles], log-sum-exps in base 2.
       sums: registers from `add_block`.
+      sinks: the heads' sinks in base 2; none if they have none.
     """
     num_rows, num_sums = TILE_ROWS * shape.num_tiles, shape.num_tiles * _SUM_REGISTERS
     is_writer, t2 = threads.g == 0, threads.t * 2
@@ -333,7 +367,9 @@ def finish(
     threads.barrier()
     scaled, logs = list(sums[:num_sums]), []
     for n in range(shape.num_tiles):
-        factors, of_tile = _factors(threads, rows, t2 + TILE_ROWS * n, num_rows, state[n][:2])
+        place = t2 + TILE_ROWS * n
+        of_queries = [_sink_of(threads, sinks, place + e) for e in range(2)] if sinks else []
+        factors, of_tile = _factors(threads, rows, place, num_rows, state[n][:2], of_queries)
         logs.append(of_tile)
         for j in range(_SUM_REGISTERS * n, _SUM_REGISTERS * (n + 1)):
             scaled[j] = scaled[j] * factors[j % 2]
@@ -354,9 +390,12 @@ def finish(
 
 
 def _factors(
-    threads: Any, rows: Any, place: Any, num_rows: int, maxima: Registers
+    threads: Any, rows: Any, place: Any, num_rows: int, maxima: Registers, sinks: Registers
 ) -> tuple[Registers, Registers]:
-    """Return for two queries the factors of this warp's sums, and the log-sum-exps over all warps."""
+    """Return for two queries the factors of this warp's sums, and the log-sum-exps over all warps.
+
+    `sinks` are theirs, if there are any; they enter the factors alone.
+    """
     found = [threads.load_floats(rows, place + num_rows * i, 2) for i in range(2 * NUM_WARPS)]
     factors, logs = [], []
     for e in range(2):
@@ -365,9 +404,19 @@ def _factors(
         parts = [x * threads.exp2(m - largest) for m, x in zip(all_maxima, all_totals, strict=True)]
         total = _pairwise(operator.add, parts)
         total = threads.select(total == 0.0, 1.0, total)  # without keys the result is zero
-        factors.append(threads.exp2(maxima[e] - largest) / total)
+        whole = total + threads.exp2(sinks[e] - largest) if sinks else total
+        factors.append(threads.exp2(maxima[e] - largest) / whole)
         logs.append(largest + threads.log2(total))
     return factors, logs
+
+
+def _sink_of(threads: Any, sinks: Registers, row: Any) -> Any:
+    """Return the sink of a row's head; rows are token by token."""
+    head = row - threads.divide(row, len(sinks)) * len(sinks)
+    found = sinks[0]
+    for other, sink in enumerate(sinks[1:], start=1):
+        found = threads.select(head == other, sink, found)
+    return found
 
 
 def _exchange(threads: Any, slabs: Any, num_rows: int, sums: Registers, *, is_last: bool) -> None:

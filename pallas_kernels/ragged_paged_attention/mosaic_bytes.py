@@ -105,7 +105,7 @@ def byte_attention_of(launch: KernelLaunch, out_type: Any) -> Callable[..., Any]
 
 def _kernel(*refs: Any, launch: KernelLaunch, **scratch: Any) -> None:
     """Run one program: the first half of its warpgroups computes, the second half fetches."""
-    inputs, shared = Inputs(*refs), _Shared(**scratch)
+    inputs, shared = Inputs.of(launch, refs), _Shared(**scratch)
     warpgroup, pairs = lax.axis_index("warpgroup"), launch.num_pairs
     pair = lax.rem(warpgroup, pairs)
     part = _Pair(launch, inputs, shared, pair, lax.axis_index("program") + pair * mosaic_launch.NUM_PROGRAMS)
@@ -139,7 +139,7 @@ class _Pair(NamedTuple):
         assert spec.kv_dtype is not None
         num_tiles = tile_class.rows // TILE_ROWS
         sizes = (spec.page_size, spec.group, tile_class.block_kv, num_tiles, self.launch.scale)
-        return LaneShape(spec.kv_dtype, *sizes)
+        return LaneShape(spec.kv_dtype, *sizes, spec.window)
 
     def stage(self, block: Any) -> Any:
         """Return the stage of a block; blocks are counted over all items of this pair."""
@@ -213,6 +213,9 @@ class _Pair(NamedTuple):
         num_blocks, block_kv = item.num_blocks(self.launch), self.launch.tile_class.block_kv
         seen_by_all = jnp.minimum(item.position + 1, item.kv_end) - item.kv_begin
         num_masked = num_blocks - lax.div(jnp.maximum(seen_by_all, 0), block_kv)
+        num_seen = num_blocks  # blocks before those in which windows begin
+        if shape.window is not None:
+            num_seen = jnp.maximum(num_blocks - item.num_window_blocks(self.launch), num_masked)
         plgpu.barrier_wait(shared.q_ready.at[buffer])
         queries = self.run(
             lambda threads, refs, numbers, _: load_queries(threads, shape, *refs, *numbers),
@@ -245,10 +248,18 @@ class _Pair(NamedTuple):
 
         sums = self.run(lambda *_: empty_sums(shape), result=(jnp.float32, shape.num_sum_registers))
         sums = lax.fori_loop(0, num_masked, functools.partial(step, masked=True), sums)
-        sums = lax.fori_loop(num_masked, num_blocks, functools.partial(step, masked=False), sums)
+        sums = lax.fori_loop(num_masked, num_seen, functools.partial(step, masked=False), sums)
+        if shape.window is not None:
+            sums = lax.fori_loop(num_seen, num_blocks, functools.partial(step, masked=True), sums)
+        sinks = []
+        if self.launch.has_sinks:
+            sinks = [self.inputs.sink(self.launch, item, head) for head in range(shape.group)]
         refs = [shared.rows.at[self.pair], shared.slabs.at[self.pair], shared.q.at[buffer]]
         refs.append(shared.lse.at[self.pair])
-        self.run(lambda threads, refs, _, lists: finish(threads, shape, *refs, *lists), refs, [], [sums])
+        self.run(
+            lambda threads, refs, sinks, lists: finish(threads, shape, *(*refs, *lists, sinks)),
+            refs, sinks, [sums],
+        )  # fmt: skip
 
     def run(
         self,

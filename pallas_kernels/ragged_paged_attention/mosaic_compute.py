@@ -10,9 +10,10 @@ computes its softmax while the products of the other run. A warpgroup without to
 nothing, but follows all barriers of the other. This overlap depends on the order of the lines that issue,
 wait and hold registers; `step` gives the reason for each.
 
-Blocks are processed from the last to the first, so that all masking happens at the start. Slots past a row's
-keys may hold anything, NaN included. Their scores are masked. But a weight of zero times NaN is NaN, so their
-values are zeroed in shared memory before the first use.
+Blocks are processed from the last to the first, so that all masking happens at the start. With a window the
+last blocks are masked as well. Slots past a row's keys may hold anything, NaN included. Their scores are
+masked. But a weight of zero times NaN is NaN, so their values are zeroed in shared memory before the first
+use. Pages before a window are not fetched (`mosaic_launch.page_ids`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ def compute(launch: KernelLaunch, inputs: Inputs, shared: Shared, program: Any, 
             attend = functools.partial(lax.cond, rows.has_tokens, rows.attend, rows.stand_by)
         acc, m, total = lax.cond(rows.num_blocks > 0, attend, rows.without_keys)
         total = jnp.where(total == 0, jnp.ones_like(total), total)  # without keys the result is zero
-        acc = acc * _in_columns(1 / total, acc)
+        whole = total
+        if launch.has_sinks:
+            whole = total + jnp.exp2(_sinks(launch, inputs, item, warpgroup) - m * launch.scale)
+        acc = acc * _in_columns(1 / whole, acc)
         store = functools.partial(store_rows, launch, inputs, shared, item, warpgroup, rows.buffer)
         store(acc, m * launch.scale + jnp.log2(total))
 
@@ -71,6 +75,17 @@ def compute(launch: KernelLaunch, inputs: Inputs, shared: Shared, program: Any, 
     plgpu.wait_smem_to_gmem(0)
     if launch.num_warpgroups > 1:
         pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(shared.turn.at[0]))
+
+
+def _sinks(launch: KernelLaunch, inputs: Inputs, item: Item, warpgroup: Any) -> Any:
+    """Return the sinks of a warpgroup's rows in base 2, f32[64]."""
+    rows = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_LAYOUT.reduce(1))
+    found = _full((WARPGROUP_ROWS,), _MASKED)
+    for first, head, _ in launch.runs(warpgroup):
+        if launch.has_spare_heads:  # padding has the last head's
+            head = jnp.minimum(head, launch.spec.group - 1)
+        found = jnp.where(rows >= first, inputs.sink(launch, item, head), found)
+    return found
 
 
 def _in_columns(per_row: Any, like: Any) -> Any:
@@ -131,7 +146,12 @@ class _Rows:
         num_masked = jnp.maximum(self.num_blocks - num_whole, 1)
         carry = (acc, m, total, weights.astype(self.launch.dtype))
         carry = lax.fori_loop(1, num_masked, functools.partial(self.step, masked=True), carry)
-        carry = lax.fori_loop(num_masked, self.num_blocks, functools.partial(self.step, masked=False), carry)
+        num_seen = self.num_blocks  # blocks before those in which windows begin
+        if self.launch.spec.window is not None:
+            num_seen = jnp.maximum(num_seen - item.num_window_blocks(self.launch), num_masked)
+        carry = lax.fori_loop(num_masked, num_seen, functools.partial(self.step, masked=False), carry)
+        if self.launch.spec.window is not None:
+            carry = lax.fori_loop(num_seen, self.num_blocks, functools.partial(self.step, masked=True), carry)
         acc, m, total, weights = carry
         last = self.num_blocks - 1
         self.await_values(last)
@@ -308,10 +328,14 @@ class _Rows:
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=_LAYOUT)
         tokens = lax.rem(iota(0) + self.warpgroup * WARPGROUP_ROWS, self.launch.tile_tokens)
         last_key = jnp.minimum(self.item.position + tokens, self.item.kv_end - 1)
-        return jnp.where(iota(1) + self.first_key(block) <= last_key, scores, _MASKED)
+        keys = iota(1) + self.first_key(block)
+        visible = keys <= last_key
+        if (window := self.launch.spec.window) is not None:
+            visible &= keys > self.item.position - window + tokens
+        return jnp.where(visible, scores, _MASKED)
 
     def zero_hidden_values(self) -> None:
-        """Zero the first block's values past the range.
+        """Zero the first block's values past the range, and those before all windows.
 
         If the range ends with a page, there is nothing to do: that page was fetched again for the rest.
         """
@@ -336,4 +360,7 @@ class _Rows:
         values = plgpu.layout_cast(square[...], _LAYOUT)
         keys = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=_LAYOUT)
         is_visible = keys + (self.first_key(0) + key) < self.item.kv_end
+        if (window := self.launch.spec.window) is not None:
+            # The page that replaces those before the window may be the one with unused slots.
+            is_visible &= keys + (self.first_key(0) + key) > self.item.position - window
         square[...] = jnp.where(is_visible, values, jnp.zeros_like(values))

@@ -7,6 +7,7 @@ Called by: all `mosaic_*` modules that run in a kernel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ TILES = (plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(128))  # ty
 # Bytes of a multiprocessor's shared memory for operands and codes; the rest is for barriers.
 _SHARED_BYTES = 226 * 1024
 _MAX_CODE_STAGES = 4
+_LOG2_E, _NO_SINK = math.log2(math.e), -1e30
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class KernelLaunch:
       scale: factor on the scores, for base 2.
       dtype: dtype of queries, pages and results.
       interpret: compile for the interpreter, which lacks a few of the operations.
+      has_sinks: the heads have sinks.
     """
 
     spec: TileSpec
@@ -59,6 +62,7 @@ class KernelLaunch:
     scale: float
     dtype: Any
     interpret: bool
+    has_sinks: bool = False
 
     @property
     def tile_class(self) -> TileClass:
@@ -153,6 +157,13 @@ class Item(NamedTuple):
         block_kv = launch.tile_class.block_kv
         return lax.div(jnp.maximum(self.kv_end - self.kv_begin, 0) + (block_kv - 1), block_kv)
 
+    def num_window_blocks(self, launch: KernelLaunch) -> Any:
+        """Return the number of its first blocks with keys before some token's window."""
+        assert launch.spec.window is not None
+        num_hidden = self.position + self.num_tokens - launch.spec.window - self.kv_begin
+        block_kv = launch.tile_class.block_kv
+        return lax.div(jnp.maximum(num_hidden, 0) + (block_kv - 1), block_kv)
+
 
 class Inputs(NamedTuple):
     """References to global memory."""
@@ -164,6 +175,23 @@ class Inputs(NamedTuple):
     out: Any  # like q
     partial_out: Any  # f32[num_partial_rows, head_dim]
     partial_lse: Any  # f32[num_partial_rows], base 2
+    sinks: Any = None  # f32[num_q_heads]
+
+    @classmethod
+    def of(cls, launch: KernelLaunch, refs: tuple[Any, ...]) -> Inputs:
+        """Name the arguments of a kernel, which has the sinks, if there are any, before the outputs."""
+        if not launch.has_sinks:
+            return cls(*refs)
+        num_arrays = cls._fields.index("out")
+        return cls(*(refs[:num_arrays] + refs[num_arrays + 1 :] + refs[num_arrays : num_arrays + 1]))
+
+    def sink(self, launch: KernelLaunch, item: Item, head: Any) -> Any:
+        """Return the sink of a query head of the item's KV head, in base 2.
+
+        Parts of a split range have none, since the merge adds it: theirs has no weight.
+        """
+        found = self.sinks[item.head * launch.spec.group + head] * _LOG2_E
+        return jnp.where(item.slot < 0, found, _NO_SINK)
 
 
 class BlockRing(NamedTuple):
@@ -245,10 +273,14 @@ def page_ids(launch: KernelLaunch, inputs: Inputs, item: Item, block: Any) -> tu
     """Return the page ids of a block of the item's range.
 
     Columns are clipped to the range. Ids after it are arbitrary, and the last iteration of a loop asks for
-    the block before the first. If the range ends inside a block, its last page is repeated.
+    the block before the first. If the range ends inside a block, its last page is repeated. Likewise the page
+    in which a window begins replaces pages before it, which may hold anything.
     """
     page_size = launch.spec.page_size
+    first: Any = 0
+    if (window := launch.spec.window) is not None:
+        first = lax.div(jnp.maximum(item.position - (window - 1), 0), page_size)
     begin = lax.div(item.kv_begin, page_size) + block * launch.pages_per_block
     last = lax.div(jnp.maximum(item.kv_end - 1, 0), page_size)
-    columns = [jnp.clip(begin + p, 0, last) for p in range(launch.pages_per_block)]
+    columns = [jnp.clip(begin + p, first, last) for p in range(launch.pages_per_block)]
     return tuple(inputs.pages[item.row * launch.pages_per_seq + column] for column in columns)

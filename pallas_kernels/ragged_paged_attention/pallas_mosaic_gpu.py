@@ -64,6 +64,7 @@ def mosaic_attention(
     scratch: jax.Array | None,
     *,
     sm_scale: float,
+    sinks: jax.Array | None,
     interpret: bool,
 ) -> list[jax.Array]:
     """Compute attention over the tiles of every class marked `mosaic` or `in_bytes`.
@@ -79,12 +80,15 @@ def mosaic_attention(
     # Two dimensions: a page is a run of rows, a head's keys or values are a run of columns.
     flat_kv = kv_pages.reshape(-1, kv_pages.shape[2] * head_dim)
     inputs = (tiles, page_indices.reshape(-1), q, flat_kv)
+    others = () if sinks is None else (sinks,)
     buffers: list[jax.Array] = []
     for index, tile_class in enumerate(spec.blocks.classes):
         if not (tile_class.mosaic or tile_class.in_bytes):
             continue
         scale = sm_scale * math.log2(math.e)
-        launch = KernelLaunch(spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret)
+        launch = KernelLaunch(
+            spec, index, page_indices.shape[1], head_dim, scale, q.dtype, interpret, has_sinks=bool(others)
+        )
         own = inputs
         if scratch is not None and not tile_class.in_bytes:
             # Pages of 16 bits. A tile says where the flat array has its row's pages, so that is their table.
@@ -95,7 +99,7 @@ def mosaic_attention(
         # A class writes only its own rows; later classes continue in the buffers of the first.
         refs = [jax.new_ref(buffer) for buffer in buffers]
         kernel_of = byte_attention_of if tile_class.decodes_bytes else _attention_of
-        outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*own, *refs)
+        outputs = kernel_of(launch, () if refs else result_shapes(spec, q))(*own, *others, *refs)
         buffers = [jax.freeze(ref) for ref in refs] or list(outputs)
     return buffers
 
@@ -165,7 +169,7 @@ def _codes(launch: KernelLaunch) -> Codes:
 
 def _kernel(*refs: Any, launch: KernelLaunch, shared: Shared, codes: Codes | tuple[()]) -> None:
     """Run one program: its first warpgroups compute, the next one fetches, the last one converts codes."""
-    inputs, num_warpgroups = Inputs(*refs), launch.num_warpgroups
+    inputs, num_warpgroups = Inputs.of(launch, refs), launch.num_warpgroups
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     registers: Any = (_BYTE_REGISTERS if codes else _REGISTERS).get(num_warpgroups)
     registers = None if launch.interpret else registers

@@ -8,7 +8,8 @@ One program computes one tile for one KV head. The query heads of that KV head a
 the rows of one matrix, whatever their number. Each iteration gathers `block_kv` keys by row address, so it
 may span pages; page ids are read one iteration ahead. Blocks that every query sees entirely use a loop
 without masks. The last few, partly hidden by causality or by the end of the range, use a loop with masks.
-These also keep the contents of unused slots, NaN included, out of the sums.
+With a window, so do the first ones, in which the windows of the tile's tokens begin. Masks also keep the
+contents of unused slots, and of pages before all windows, out of the sums, NaN included.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from pallas_kernels.triton_parts import dot, load
 # hidden scores, so that their weights are zero. If both were equal, weights would be exp2(0) in exact
 # arithmetic, and exp2 of a rounding error of about 1e22 if a multiply-add is fused.
 _MASKED, _NO_MAXIMUM = -1e30, -1e29
+_LOG2_E = math.log2(math.e)
 _MERGE_PARTS = 8  # loaded together: the merge is bound by latency
 # Most programs of a merge, several for each multiprocessor. A step rarely has as many merges as its list has
 # room for, and thousands of idle programs take longer than those that have work.
@@ -66,6 +68,8 @@ def triton_attention(
     tiles: jax.Array,
     *,
     sm_scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
     interpret: bool,
     buffers: list[jax.Array],
 ) -> jax.Array:
@@ -78,7 +82,8 @@ def triton_attention(
     flat_q = q.reshape(num_tokens * num_q_heads, head_dim)
     flat_kv = kv_pages.reshape(-1, head_dim)
     state = list(result_shapes(spec, flat_q))
-    inputs = [tiles, page_indices.reshape(-1), flat_q, flat_kv]
+    inputs = [tiles, page_indices.reshape(-1), flat_q, flat_kv, *([] if sinks is None else [sinks])]
+    bound = None if softcap is None else softcap / sm_scale
     if buffers:
         buffers = [buffers[0].reshape(flat_q.shape), *buffers[1:]]
     for index, tile_class in enumerate(spec.blocks.classes):
@@ -86,7 +91,7 @@ def triton_attention(
             continue
         kernel = functools.partial(
             _attention_kernel, spec=spec, index=index, pages_per_seq=page_indices.shape[1],
-            scale=sm_scale * math.log2(math.e), num_buffers=len(buffers), interpret=interpret,
+            scale=sm_scale * _LOG2_E, bound=bound, has_sinks=sinks is not None, interpret=interpret,
         )  # fmt: skip
         # A class writes only its own rows; later classes continue in the buffers of the first.
         buffers = pl.pallas_call(
@@ -100,7 +105,7 @@ def triton_attention(
             interpret=interpret,
             name=f"ragged_paged_attention_{tile_class.rows}",
         )(*inputs, *buffers)
-    return _merge(spec, tiles, *buffers, interpret=interpret).reshape(q.shape)
+    return _merge(spec, tiles, *buffers, sinks=sinks, interpret=interpret).reshape(q.shape)
 
 
 def _merge(
@@ -110,19 +115,21 @@ def _merge(
     partial_out: jax.Array,
     partial_lse: jax.Array,
     *,
+    sinks: jax.Array | None,
     interpret: bool,
 ) -> jax.Array:
     """Return `out` with the rows of split tiles filled in."""
+    inputs = [tiles, partial_out, partial_lse, *([] if sinks is None else [sinks])]
     shape = jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=jax.typeof(out).manual_axis_type)
     return pl.pallas_call(
         functools.partial(_merge_kernel, spec=spec, interpret=interpret),
         out_shape=shape,
         grid=(spec.num_kv_heads, min(spec.max_num_merges, -(-_MERGE_PROGRAMS // spec.num_kv_heads))),
-        input_output_aliases={3: 0},
+        input_output_aliases={len(inputs): 0},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="ragged_paged_attention_merge",
-    )(tiles, partial_out, partial_lse, out)
+    )(*inputs, out)
 
 
 def _attention_kernel(
@@ -130,16 +137,21 @@ def _attention_kernel(
     pages_ref: Any,
     q_ref: Any,
     kv_ref: Any,
-    *buffer_refs: Any,
+    *other_refs: Any,
     spec: TileSpec,
     index: int,
     pages_per_seq: int,
     scale: float,
-    num_buffers: int,
+    bound: float | None,
+    has_sinks: bool,
     interpret: bool,
 ) -> None:
-    """Compute one tile for one KV head; `buffer_refs` are the aliased inputs (unused) and the outputs."""
-    out_ref, partial_out_ref, partial_lse_ref = buffer_refs[num_buffers:]
+    """Compute one tile for one KV head.
+
+    `other_refs` are the sinks if there are any, the aliased inputs (unused) and the outputs. `bound` is that
+    of the magnitude of scores before they are scaled; None means no bound.
+    """
+    out_ref, partial_out_ref, partial_lse_ref = other_refs[-3:]
     tile_class = spec.blocks.classes[index]
     num_rows, block_kv, head_dim = tile_class.rows, tile_class.block_kv, q_ref.shape[1]
     group, page_size = spec.group, spec.page_size
@@ -161,6 +173,7 @@ def _attention_kernel(
         is_row = q_tokens < num_tokens
         q_rows = (token + q_tokens) * (spec.num_kv_heads * group) + head * group + jax.lax.rem(rows, group)
         q = plgpu.load(q_ref.at[q_rows[:, None], lanes], mask=is_row[:, None], other=0.0)
+        window = spec.window
 
         def load_pages(start: Any) -> Any:
             # Never read past the range: ids after it are arbitrary. One id if a page contains the block.
@@ -171,15 +184,21 @@ def _attention_kernel(
             m, total, acc, pages = carry
             start = kv_begin + i * block_kv
             keys = start + jnp.arange(block_kv)
-            block = _Block(
-                spec, kv_ref, head, pages, keys & (page_size - 1), (keys < kv_end) if masked else None
-            )
+            offsets = keys & (page_size - 1)
+            readable = (keys < kv_end) if masked else None
+            if masked and window is not None:
+                readable &= keys > position - window
+            block = _Block(spec, kv_ref, head, pages, offsets, readable)
             next_pages = load_pages(start + block_kv)
             scores = dot(q, block.load(0, q.dtype), contract_b=1)
             if spec.kv_dtype is not None:
                 scores = scores * block.scales(0)[None, :]
+            if bound is not None:
+                scores = bound * jnp.tanh(scores / bound)
             if masked:
                 visible = (keys[None, :] <= (position + q_tokens)[:, None]) & (keys < kv_end)[None, :]
+                if window is not None:
+                    visible &= keys[None, :] > (position - window + q_tokens)[:, None]
                 scores = jnp.where(visible, scores, _MASKED)
             m_new = jnp.maximum(m, scores.max(axis=1))
             # The scale is positive, so it may be applied after the maximum, as one multiply-add.
@@ -198,15 +217,25 @@ def _attention_kernel(
             jnp.zeros((num_rows, head_dim), jnp.float32),
             load_pages(kv_begin),
         )
+        num_head: Any = 0  # blocks with keys that are before some query's window
         num_whole: Any = 0
         if tile_class.whole_loop:
             num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
-            carry = jax.lax.fori_loop(0, num_whole, functools.partial(step, masked=False), carry)
+            if window is not None:
+                num_hidden = jnp.maximum(position + num_tokens - window - kv_begin, 0)
+                num_head = jnp.minimum(pl.cdiv(num_hidden, block_kv), num_blocks)
+                num_whole = jnp.maximum(num_whole, num_head)
+                carry = jax.lax.fori_loop(0, num_head, functools.partial(step, masked=True), carry)
+            carry = jax.lax.fori_loop(num_head, num_whole, functools.partial(step, masked=False), carry)
         m, total, acc, _ = jax.lax.fori_loop(
             num_whole, num_blocks, functools.partial(step, masked=True), carry
         )
         total = jnp.where(total == 0, 1, total)  # a row that sees no key here has a result of zero
-        acc = acc / total[:, None]
+        whole = total
+        if has_sinks:  # a part of a split range has none: the merge adds it
+            sinks = plgpu.load(other_refs[0].at[head * group + jax.lax.rem(rows, group)])
+            whole = total + jnp.where(slot < 0, exp2(sinks * _LOG2_E - m * scale), 0)
+        acc = acc / whole[:, None]
 
         @pl.when(slot < 0)
         def store_result() -> None:
@@ -223,13 +252,15 @@ def _merge_kernel(
     tiles_ref: Any,
     partial_out_ref: Any,
     partial_lse_ref: Any,
-    _aliased: Any,
-    out_ref: Any,
-    *,
+    *other_refs: Any,
     spec: TileSpec,
     interpret: bool,
 ) -> None:
-    """Store the weighted means of split tiles' parts, for one KV head and merges `stride` apart."""
+    """Store the weighted means of split tiles' parts, for one KV head and merges `stride` apart.
+
+    `other_refs` are the sinks if there are any, the aliased input (unused) and the output.
+    """
+    *sinks_refs, _, out_ref = other_refs
     head, begin, stride = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     num_classes, group, head_dim = len(spec.blocks.classes), spec.group, out_ref.shape[1]
     exp2 = functools.partial(triton_parts.exp2, interpret=interpret)
@@ -259,6 +290,9 @@ def _merge_kernel(
         )
         largest = lse.max(axis=0)
         total = exp2(lse - largest[None, :]).sum(axis=0)
+        for sinks_ref in sinks_refs:
+            sinks = plgpu.load(sinks_ref.at[head * group + heads])
+            total = total + exp2(sinks * _LOG2_E - largest)
 
         def step(i: Any, acc: Any) -> Any:
             # Parts are one block. One by one, weights would move between threads after a barrier, and every

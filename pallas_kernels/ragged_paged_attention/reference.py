@@ -22,6 +22,9 @@ def reference_attention(
     sm_scale: float,
     page_size: int | None = None,
     kv_dtype: str | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the causal attention of every row's last queries over the row's pages.
 
@@ -35,6 +38,9 @@ def reference_attention(
       sm_scale: factor on the scores.
       page_size: tokens of a page; None means that every row of a page is a token.
       kv_dtype: the pages' 8-bit format, with scales in their last rows; None means plain numbers.
+      window: keys that a query sees, its own the last of them; None means all up to its own.
+      softcap: bound of the scores' magnitude, softcap * tanh(score / softcap); None means no bound.
+      sinks: f32[num_q_heads], a logit of each head that has a weight and no value; None means none.
 
     Returns:
       f32[num_tokens, num_q_heads, head_dim]; zero for tokens that belong to no row.
@@ -52,13 +58,25 @@ def reference_attention(
         kv = _numbers(np.asarray(kv_pages[pages]), page_size, kv_dtype)
         kv = kv.reshape(-1, 2 * num_kv_heads, q.shape[2])[:kv_len]
         q_positions = np.arange(kv_len - (stop - start), kv_len)
-        visible = np.arange(kv_len)[None, :] <= q_positions[:, None]
+        keys = np.arange(kv_len)[None, :]
+        visible = keys <= q_positions[:, None]
+        if window is not None:
+            visible &= keys > q_positions[:, None] - window
+            kv[~visible.any(axis=0)] = 0  # zero times an arbitrary number is not always zero
         for head in range(num_q_heads):
             k, v = kv[:, 2 * (head // group)], kv[:, 2 * (head // group) + 1]
             scores = np.asarray(q[start:stop, head]).astype(np.float32) @ k.T * np.float32(sm_scale)
+            if softcap is not None:
+                scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
             scores = np.where(visible, scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[start:stop, head] = (weights / weights.sum(axis=1, keepdims=True)) @ v
+            largest = scores.max(axis=1, keepdims=True)
+            if sinks is not None:
+                largest = np.maximum(largest, sinks[head])
+            weights = np.exp(scores - largest)
+            total = weights.sum(axis=1, keepdims=True)
+            if sinks is not None:
+                total = total + np.exp(sinks[head] - largest)
+            out[start:stop, head] = (weights / total) @ v
     return out
 
 

@@ -21,12 +21,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Case:
-    """One named batch: rows of (query length, total context)."""
+    """One named batch: rows of (query length, total context), and the window, None for all keys."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
     heads: Heads
     page_size: int = 32
+    window: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -36,12 +37,20 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that must be read at least once, with 16 bits per element."""
-        return sum(kv_len for _, kv_len in self.rows) * 2 * self.heads.num_kv_heads * self.heads.head_dim * 2
+        window = self.window or max(kv_len for _, kv_len in self.rows)
+        num_keys = sum(min(kv_len, window + q_len - 1) for q_len, kv_len in self.rows)
+        return num_keys * 2 * self.heads.num_kv_heads * self.heads.head_dim * 2
 
     @property
     def flops(self) -> int:
         """Floating-point operations (two per multiply-add) of all visible scores and values."""
-        pairs = sum(q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2 for q_len, kv_len in self.rows)
+        window = self.window or max(kv_len for _, kv_len in self.rows)
+        pairs = 0
+        for q_len, kv_len in self.rows:
+            # Queries see one more key each, until the window is full.
+            num_growing = min(max(window - (kv_len - q_len), 0), q_len)
+            pairs += num_growing * (kv_len - q_len) + num_growing * (num_growing + 1) // 2
+            pairs += (q_len - num_growing) * window
         return 4 * pairs * self.heads.num_q_heads * self.heads.head_dim
 
 

@@ -7,7 +7,8 @@ Does not know: devices or kernels. Called by: `metadata`.
 A *tile* is up to `rows // group` query tokens of one row against one key range. A long key range is split,
 as in flash decoding. The parts write partial results to *slots*, and *merges* combine them, `MERGE_ROWS`
 query rows each. Query tokens past the last row form one pseudo row without keys, so that the kernel itself
-writes their zeros.
+writes their zeros. With a window, a tile's range begins at the block in which the window of its first token
+begins. The tile's later tokens do not see all keys from there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, MERGE_ROWS
+from pallas_kernels.ragged_paged_attention.scratch_lists import NOT_DECODED
 from pallas_kernels.ragged_paged_attention.tile_specs import NUM_FIELDS, NUM_PROGRAMS, TileSpec
 
 _MAX_BLOCKS = 2**15  # blocks of a key range; the order in the list does not distinguish wider ones
@@ -44,8 +46,8 @@ def build_lists(
       begins: i32[num_rows + 1], first query token of each row; the last row is the pseudo row.
       q_lens: i32[num_rows + 1].
       kv_lens: i32[num_rows + 1].
-      bases: i32[num_rows + 1], where the flat array has the row's pages in the scratch pool, -1 for rows that
-        are not there. None without a scratch pool.
+      bases: i32[num_rows + 1], where the flat array has the row's pages in the scratch pool, `NOT_DECODED` if
+        they are not there. None without a scratch pool.
     """
     counts, lists, merges = [], [], []
     last, first_long = len(spec.blocks.classes) - 1, spec.first_long_class
@@ -55,14 +57,14 @@ def build_lists(
         # A range belongs to the first class that holds it whole, or to that of the scratch pool. The pseudo
         # row belongs to the last class.
         if index > first_long:
-            wanted = bases >= 0
+            wanted = bases != NOT_DECODED
         else:
             wanted = q_lens > (thresholds[index - 1] if index else 0)
             if index < first_long:
                 wanted &= q_lens <= thresholds[index]
             wanted &= ~is_pseudo
             if bases is not None:
-                wanted &= bases < 0
+                wanted &= bases == NOT_DECODED
         if index == last:
             wanted |= is_pseudo
         class_q_lens = q_lens * wanted
@@ -106,15 +108,20 @@ def _class_lists(
     kv_end = xp.maximum(position + num_tokens, 0)
     if fixed:
         kv_end = xp.where(xp.arange(len(row)) < num_q_tiles, kv_end, 0)
-    # Splits: every split range has at most 2 * kv_end / longest slots, so there are always enough slots.
-    block_kv = tile_class.block_kv
-    longest = xp.maximum(tile_class.min_split_kv, -(-2 * kv_end.sum() // spec.max_num_slots[index]))
-    num_splits = xp.maximum(xp.minimum(-(-kv_end // longest), MAX_NUM_SPLITS), 1)
+    block_kv, num_keys, kv_first = tile_class.block_kv, kv_end, None
+    if spec.window is not None:
+        # The block in which the first token's window begins. Padding has no keys.
+        kv_first = xp.maximum(position - (spec.window - 1), 0) // block_kv * block_kv
+        kv_first = xp.minimum(kv_first, kv_end)
+        num_keys = kv_end - kv_first
+    # Splits: every split range has at most 2 * num_keys / longest slots, so there are always enough slots.
+    longest = xp.maximum(tile_class.min_split_kv, -(-2 * num_keys.sum() // spec.max_num_slots[index]))
+    num_splits = xp.maximum(xp.minimum(-(-num_keys // longest), MAX_NUM_SPLITS), 1)
     fills: Any = False
-    if tile_class.fills_rounds and (fixed or kv_end.max() >= 2 * _LEAST_PART):
-        num_splits, fills = _fill_rounds(xp, spec, index, kv_end, num_splits)
-    chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
-    num_splits = xp.maximum(-(-kv_end // chunk), 1)
+    if tile_class.fills_rounds and (fixed or num_keys.max() >= 2 * _LEAST_PART):
+        num_splits, fills = _fill_rounds(xp, spec, index, num_keys, num_splits)
+    chunk = xp.maximum(-(-num_keys // (num_splits * block_kv)), 1) * block_kv
+    num_splits = xp.maximum(-(-num_keys // chunk), 1)
     num_slots = num_splits * (num_splits > 1)
     if fixed:
         num_splits = xp.where(xp.arange(len(row)) < num_q_tiles, num_splits, 0)
@@ -124,6 +131,8 @@ def _class_lists(
     num_tiles, tile, part = _expand(xp, num_splits, spec.max_num_tiles[index] if fixed else None)
     tile_chunk = chunk.take(tile)
     kv_begin = part * tile_chunk
+    if kv_first is not None:
+        kv_begin = kv_first.take(tile) + kv_begin
     width = xp.minimum(tile_chunk, kv_end.take(tile) - kv_begin)
     if fixed:
         width = xp.where(xp.arange(len(part)) < num_tiles, width, -block_kv)
@@ -153,7 +162,7 @@ def _class_lists(
     return num_tiles, tiles, num_merges, _table(xp, [*columns, part * 0 + tile_class.rows, part * MERGE_ROWS])
 
 
-def _fill_rounds(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: Any) -> tuple[Any, Any]:
+def _fill_rounds(xp: Any, spec: TileSpec, index: int, num_keys: Any, num_splits: Any) -> tuple[Any, Any]:
     """Return the parts of each tile, and whether they fill rounds of programs; else they are `num_splits`.
 
     Of the tiles with more than half as many keys as the widest, those that fill whole rounds stay whole, and
@@ -163,12 +172,12 @@ def _fill_rounds(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: A
     """
     block_kv, heads = spec.blocks.classes[index].block_kv, spec.num_kv_heads
     per_round = max(NUM_PROGRAMS // heads, 1)
-    is_wide = 2 * kv_end > kv_end.max()
+    is_wide = 2 * num_keys > num_keys.max()
     num_wide = is_wide.sum()
     num_rest = num_wide % per_round
-    rank = xp.argsort(xp.argsort(-kv_end, stable=True), stable=True)
+    rank = xp.argsort(xp.argsort(-num_keys, stable=True), stable=True)
     is_rest = is_wide & (rank >= num_wide - num_rest)
-    width = xp.where(is_rest, kv_end, 0).max()
+    width = xp.where(is_rest, num_keys, 0).max()
     slots, num_some = spec.max_num_slots[index], xp.maximum(num_rest, 1)
     rounds = xp.arange(1, max(slots // per_round, 1) + 1)
     most = xp.minimum(xp.minimum(width // _LEAST_PART, MAX_NUM_SPLITS), slots // num_some)
@@ -178,16 +187,16 @@ def _fill_rounds(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: A
     filling = xp.where(is_rest, parts.take(xp.argmin(costs)), 1)
     if xp is np and filling.max() == num_splits.max() == 1:
         return num_splits, False
-    busiest = [_busiest_keys(xp, spec, index, kv_end, splits) for splits in (filling, num_splits)]
-    fills = (busiest[0] < busiest[1]) & (kv_end.max() >= 2 * _LEAST_PART)
+    busiest = [_busiest_keys(xp, spec, index, num_keys, splits) for splits in (filling, num_splits)]
+    fills = (busiest[0] < busiest[1]) & (num_keys.max() >= 2 * _LEAST_PART)
     return xp.where(fills, filling, num_splits), fills
 
 
-def _busiest_keys(xp: Any, spec: TileSpec, index: int, kv_end: Any, num_splits: Any) -> Any:
+def _busiest_keys(xp: Any, spec: TileSpec, index: int, num_keys: Any, num_splits: Any) -> Any:
     """Return the busiest program's work in keys, if tiles have these parts and the widest come first."""
     block_kv, heads = spec.blocks.classes[index].block_kv, spec.num_kv_heads
-    chunk = xp.maximum(-(-kv_end // (num_splits * block_kv)), 1) * block_kv
-    num_parts = -(-kv_end // chunk)
+    chunk = xp.maximum(-(-num_keys // (num_splits * block_kv)), 1) * block_kv
+    num_parts = -(-num_keys // chunk)
     costs = chunk + xp.where(num_parts > 1, _PART_KEYS, _WHOLE_KEYS)
     order = xp.argsort(-costs)
     total = num_parts.sum() * heads

@@ -49,6 +49,7 @@ class TileSpec:
       kv_dtype: format of pages; None means the queries' dtype.
       scratch_pages: pages of a pool of the queries' dtype, into which pages in 8 bits that many tiles read
         are decoded first. Its tiles are those of the last class. 0 without such a pool.
+      window: keys that a query sees, its own the last of them; None means all up to its own.
     """
 
     num_tokens: int
@@ -60,6 +61,7 @@ class TileSpec:
     blocks: BlockSizes
     kv_dtype: str | None = None
     scratch_pages: int = 0
+    window: int | None = None
 
     def page_rows(self, head_dim: int) -> int:
         """Return the rows of a page with this head size, including those of scales."""
@@ -173,6 +175,7 @@ def make_tile_spec(
     blocks: BlockSizes | None,
     kv_dtype: str | None,
     scratch_pages: int,
+    window: int | None,
 ) -> TileSpec:
     """Return the spec for arguments that `api` has checked and a back end that it has chosen."""
     row = TABLE[backend]
@@ -204,7 +207,7 @@ def make_tile_spec(
         limit = "must be 0 unless pages are in 8 bits and the last class is a Mosaic one for 16 bits"
         raise AttentionArgumentError("scratch_pages", scratch_pages, limit)
     sizes = (num_tokens, max_num_seqs, group, num_kv_heads, page_size, backend, blocks, kv_dtype)
-    return TileSpec(*sizes, scratch_pages)
+    return TileSpec(*sizes, scratch_pages, window)
 
 
 def _reads_16_bits(blocks: BlockSizes) -> bool:

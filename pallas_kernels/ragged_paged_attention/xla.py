@@ -7,13 +7,13 @@ not pay for the products of a whole tile. In both forms blocks bound the memory,
 Does not know: tile lists, or devices. Called by: `api`.
 
 Slots past a row's keys may hold anything, also NaN, and 0 * NaN is NaN. So values are masked before they are
-weighted. For keys the scores are masked, after the product.
+weighted. For keys the scores are masked, after the product. So are pages before all windows of a tile.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,18 +62,25 @@ def xla_attention(
     *,
     sm_scale: float,
     kind: PageKind,
+    window: int | None,
+    softcap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """See `api.ragged_paged_attention`; arguments are already checked, and `kind` describes the pages."""
-    return _attend(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale, kind=kind)
+    args = (q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, *(() if sinks is None else (sinks,)))
+    return _attend(*args, sm_scale=sm_scale, kind=kind, window=window, softcap=softcap)
 
 
 # A function of its own, so that it is traced once for all layers.
-@functools.partial(jax.jit, static_argnames=("sm_scale", "kind"))
-def _attend(*args: jax.Array, sm_scale: float, kind: PageKind) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("sm_scale", "kind", "window", "softcap"))
+def _attend(
+    *args: jax.Array, sm_scale: float, kind: PageKind, window: int | None, softcap: float | None
+) -> jax.Array:
+    options: dict[str, Any] = {"sm_scale": sm_scale, "kind": kind, "window": window, "softcap": softcap}
     return lax.platform_dependent(
         *args,
-        cpu=functools.partial(one_after_another, sm_scale=sm_scale, kind=kind),
-        default=functools.partial(together, sm_scale=sm_scale, kind=kind),
+        cpu=functools.partial(one_after_another, **options),
+        default=functools.partial(together, **options),
     )
 
 
@@ -84,9 +91,12 @@ def one_after_another(
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     sm_scale: float,
     kind: PageKind,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Compute the form for CPUs: tiles of rows with several queries, then rows with one, without padding."""
     num_tokens, max_num_seqs = q.shape[0], kv_lens.shape[0]
@@ -102,7 +112,9 @@ def one_after_another(
             tokens = jnp.minimum(token + lanes, num_tokens - 1)
             queries = q.at[tokens].get(mode="promise_in_bounds").astype(jnp.float32) * sm_scale
             span = position, position + length
-            found = _attend_alone(queries, kv_pages, page_indices[row], *span, kind=kind)
+            found = _attend_alone(
+                queries, kv_pages, page_indices[row], *span, sinks, kind=kind, window=window, softcap=softcap
+            )
             found = jnp.where((lanes < length)[:, None, None], found, 0).astype(q.dtype)
             return lax.dynamic_update_slice_in_dim(out, found, token, 0)
 
@@ -128,8 +140,11 @@ def _attend_alone(
     pages: jax.Array,
     position: jax.Array,
     kv_end: jax.Array,
+    sinks: jax.Array | None,
     *,
     kind: PageKind,
+    window: int | None,
+    softcap: float | None,
 ) -> jax.Array:
     """Return f32[size, num_q_heads, head_dim], the attention of one tile's scaled queries of this shape.
 
@@ -145,6 +160,7 @@ def _attend_alone(
     positions = jnp.tile(position + jnp.arange(size), group)
     columns = jnp.arange(block_keys // page_size)
     flat = kv_pages.reshape(kv_pages.shape[0], -1)  # so that whole pages are copied
+    firsts = _first_keys(positions, window)
 
     def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
@@ -154,11 +170,19 @@ def _attend_alone(
         some = flat.at[found].get(mode="promise_in_bounds").reshape(-1, *kv_pages.shape[1:])
         kv = kind.numbers(some).reshape(block_keys, num_kv_heads, 2, head_dim)
         kv = kv.transpose(2, 1, 0, 3).astype(jnp.float32)
-        values = jnp.where((keys < kv_end)[:, None], kv[1], 0)
+        valid = keys < kv_end
+        if firsts is not None:
+            valid &= keys >= firsts[0]
+        values = jnp.where(valid[:, None], kv[1], 0)
         visible = (keys <= positions[:, None]) & (keys < kv_end)
-        scores = jnp.where(visible, _dot("kmd,ksd->kms", rows, kv[0]), _MASKED)
+        if firsts is not None:
+            visible &= keys >= firsts[:, None]
+        scores = _capped(_dot("kmd,ksd->kms", rows, kv[0]), softcap)
+        scores = jnp.where(visible, scores, _MASKED)
         m_new = jnp.maximum(m, scores.max(axis=-1))
-        weights = jnp.exp(scores - m_new[..., None])  # every query sees a key of the first block
+        weights = jnp.exp(scores - m_new[..., None])
+        if firsts is not None:  # otherwise every query sees a key of the first block
+            weights = jnp.where(visible, weights, 0)
         alpha = jnp.exp(m - m_new)
         acc = acc * alpha[..., None] + _dot("kms,ksd->kmd", weights, values)
         return m_new, total * alpha + weights.sum(axis=-1), acc
@@ -166,7 +190,13 @@ def _attend_alone(
     # Zeros made from q carry its sharding type, which the loop body's results have too.
     zeros = jnp.zeros_like(rows)
     num_blocks = -(-kv_end // block_keys)
-    _, total, acc = lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
+    first_block: Any = 0 if firsts is None else jnp.maximum(firsts[0], 0) // block_keys
+    carry = (zeros[..., 0] + _MASKED, zeros[..., 0], zeros)
+    m, total, acc = lax.fori_loop(first_block, num_blocks, body, carry)
+    if sinks is not None:
+        total = total + jnp.exp(jnp.repeat(sinks.reshape(num_kv_heads, group), size, axis=1) - m)
+    if firsts is not None:
+        total = jnp.where(total == 0, 1, total)  # the last tile's padding may see no key
     out = (acc / total[..., None]).reshape(num_kv_heads, group, size, head_dim)
     return out.transpose(2, 0, 1, 3).reshape(queries.shape)
 
@@ -178,9 +208,12 @@ def together(
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     sm_scale: float,
     kind: PageKind,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Compute the form for accelerators: all tiles together, up to the end of the longest row."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -203,14 +236,26 @@ def together(
     q_tiles = q_tiles.reshape(num_tiles, tile_tokens, num_kv_heads, group, head_dim)
     positions = tiles.position[:, None] + lanes
     kv_end = tiles.position + tiles.length  # keys that the tile's last query sees
+    firsts = _first_keys(positions, window)
+    # With a window, blocks are counted from the page in which that of the tile's first query begins.
+    begin = None if firsts is None else jnp.maximum(firsts[:, :1], 0) // page_size * page_size
 
     def body(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
         keys = block * block_keys + jnp.arange(block_keys)
+        if begin is not None:
+            keys = begin + keys
         valid = keys < kv_end[:, None]  # bool[num_tiles, block_keys]
         kv = _gather(kv_pages, page_indices, tiles.row, keys, valid, kind=kind)
+        if firsts is not None:
+            valid &= keys >= firsts[:, :1]
         scores = _dot("tqkgd,tskd->tkgqs", q_tiles, kv[:, :, :, 0]) * sm_scale
+        scores = _capped(scores, softcap)
+        if firsts is not None:
+            keys = keys[:, None]
         visible = (keys <= positions[..., None])[:, None, None] & valid[:, None, None, None]
+        if firsts is not None:
+            visible &= (keys >= firsts[..., None])[:, None, None]
         scores = jnp.where(visible, scores, _MASKED)
         m_new = jnp.maximum(m, scores.max(axis=-1))
         weights = jnp.where(visible, jnp.exp(scores - m_new[..., None]), 0)
@@ -219,10 +264,13 @@ def together(
         acc = acc * alpha[..., None] + _dot("tkgqs,tskd->tkgqd", weights.astype(values.dtype), values)
         return m_new, total * alpha + weights.sum(axis=-1), acc
 
-    num_blocks = -(-jnp.max(kv_end, initial=0) // block_keys)
+    kv_width = kv_end if begin is None else kv_end - begin[:, 0]
+    num_blocks = -(-jnp.max(kv_width, initial=0) // block_keys)
     # Zeros made from q carry its sharding type, which the loop body's results have too.
     zeros = jnp.zeros_like(q_tiles, jnp.float32).transpose(0, 2, 3, 1, 4)
-    _, total, acc = lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
+    m, total, acc = lax.fori_loop(0, num_blocks, body, (zeros[..., 0] + _MASKED, zeros[..., 0], zeros))
+    if sinks is not None:
+        total = total + jnp.exp(sinks.reshape(num_kv_heads, group, 1) - m)
     return _scatter(q, acc / jnp.where(total == 0, 1, total)[..., None], jnp.where(real, tokens, num_tokens))
 
 
@@ -246,9 +294,19 @@ def _gather(
 ) -> jax.Array:
     """Return keys, values [num_tiles, block_keys, num_kv_heads, 2, head_dim]; arbitrary if not `valid`."""
     page_size, (num_combined_heads, head_dim) = kind.page_size, kv_pages.shape[2:]
-    columns = jnp.minimum(keys[::page_size] // page_size, page_indices.shape[1] - 1)
+    columns = jnp.minimum(keys[..., ::page_size] // page_size, page_indices.shape[1] - 1)
     pages = jnp.where(valid[:, ::page_size], page_indices[tile_row[:, None], columns], 0)
     return kind.numbers(kv_pages[pages]).reshape(*valid.shape, num_combined_heads // 2, 2, head_dim)
+
+
+def _first_keys(positions: jax.Array, window: int | None) -> jax.Array | None:
+    """Return the first key that each query sees, or None without a window; negative numbers mean key 0."""
+    return None if window is None else positions - (window - 1)
+
+
+def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    """Return scaled scores after the softcap, if there is one."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs import KV_PAGES_SPEC, TENSOR_AXIS, ModelConfig
+from model_defs.attention import attention_options
 from pallas_kernels.ragged_paged_attention import TileSpec, ragged_paged_attention
 from pensieve_jax.config import EngineConfig
 from pensieve_jax.device.model_runner import ModelRunner
@@ -26,32 +28,44 @@ from pensieve_jax.scheduler import StepPlan
 _HEADS = PartitionSpec(None, TENSOR_AXIS, None)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "mesh"))
+@functools.partial(jax.jit, static_argnames=("model", "specs", "mesh"))
 def attend_all_layers(
-    pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array], *, spec: TileSpec, mesh: Mesh
+    pools: Sequence[jax.Array],
+    q: jax.Array,
+    rows: Sequence[jax.Array],
+    *,
+    model: ModelConfig,
+    specs: tuple[TileSpec, ...],
+    mesh: Mesh,
 ) -> jax.Array:
     """Run the attention of every layer for one step's rows and tiles.
 
     Each layer's output is the next layer's query; otherwise the compiler would drop all layers but the last.
     """
+    num_rows = len(rows) - len(specs)
 
     def one_shard(pools: Sequence[jax.Array], q: jax.Array, rows: Sequence[jax.Array]) -> jax.Array:
-        *metadata, tiles = rows
-        for pages in pools:
+        metadata, lists = rows[:num_rows], rows[num_rows:]
+        sinks = jnp.zeros(q.shape[1], jnp.float32) if model.has_sinks else None
+        for pages, kind in zip(pools, model.kinds, strict=True):
+            options, place = attention_options(model, kind), model.windows.index(kind.window)
             # No layer decodes its pages ahead of its turn.
-            tiles, q = jax.lax.optimization_barrier((tiles, q))
+            tiles, q = jax.lax.optimization_barrier((lists[place], q))
             q = ragged_paged_attention(
                 q,
                 pages,
                 *metadata,
-                sm_scale=q.shape[-1] ** -0.5,
-                metadata=(spec, tiles),
-                kv_dtype=spec.kv_dtype,
+                sm_scale=options.scale_of(q.shape[-1]),
+                window=options.window,
+                softcap=options.softcap,
+                sinks=sinks,
+                metadata=(specs[place], tiles),
+                kv_dtype=specs[place].kv_dtype,
             )
         return q
 
-    specs = ([KV_PAGES_SPEC] * len(pools), _HEADS, [PartitionSpec()] * len(rows))
-    return jax.shard_map(one_shard, mesh=mesh, in_specs=specs, out_specs=_HEADS, check_vma=False)(
+    in_specs = ([KV_PAGES_SPEC] * len(pools), _HEADS, [PartitionSpec()] * len(rows))
+    return jax.shard_map(one_shard, mesh=mesh, in_specs=in_specs, out_specs=_HEADS, check_vma=False)(
         pools, q, rows
     )
 
@@ -82,13 +96,13 @@ class ChunkSteps:
         shape = (num_tokens, self._model.num_heads, self._model.head_dim)
         values = np.random.default_rng(0).standard_normal(shape, np.float32)
         q = jax.device_put(values, NamedSharding(self._mesh, _HEADS)).astype(self._dtype)
-        metadata = [plan.kv_lens, plan.page_indices, plan.cu_q_lens, plan.num_rows, plan.tiles]
+        metadata = [plan.kv_lens, plan.page_indices, plan.cu_q_lens, plan.num_rows, *plan.tiles]
         rows = jax.device_put(metadata, NamedSharding(self._mesh, PartitionSpec()))
-        spec, mesh = self._specs[num_tokens], self._mesh
+        statics = {"model": self._model, "specs": self._specs[num_tokens], "mesh": self._mesh}
 
         def launch() -> jax.Array:
             # Every step replaces the pools, so look them up at each launch.
-            return attend_all_layers(self._runner.pools, q, rows, spec=spec, mesh=mesh)
+            return attend_all_layers(self._runner.pools, q, rows, **statics)
 
         return Timed(launch, jax.block_until_ready)
 

@@ -18,6 +18,7 @@ from pallas_kernels import (
     all_reduce,
     byte_matmul,
     decode_matmul,
+    grouped_matmul,
     page_copies,
     residual_norms,
     sampling_cutoffs,
@@ -44,6 +45,7 @@ class KernelChoices(NamedTuple):
     attention: BackendChoice
     residual_norm: BackendChoice
     decode_matmul: BackendChoice  # XLA serves the projections that this back end does not
+    experts: BackendChoice | None  # None for a model without experts
     all_reduce: BackendChoice | None  # None for one device; XLA serves the sums that this back end does not
     sampling_cutoff: BackendChoice
     page_copy: BackendChoice | None  # None without a host tier
@@ -80,6 +82,7 @@ def choose_kernels(
         attention=_attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
         decode_matmul=_matmul_choice(model, config, dtype, device, num_shards, sums, weights_dtype),
+        experts=_expert_choice(model, config, dtype, device, num_shards),
         all_reduce=sums,
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
         page_copy=_explained(copy, f"pages of {page}", device) if cache.num_cpu_pages else None,
@@ -100,6 +103,9 @@ def _attention_choice(
             model.head_dim,
             dtype,
             config.cache.kv_dtype,
+            window=model.windows[-1],  # a back end that supports a window supports any
+            softcap=model.attention_softcap,
+            has_sinks=model.has_sinks,
         )
         return choose_backend(backend, heads, device, named_in=_BACKEND_FIELD)
     except AttentionArgumentError as error:
@@ -134,6 +140,24 @@ def _matmul_choice(
     weights = "" if weights_dtype is None else f" with weights in {weights_dtype}"
     few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype}{weights} on {device.device_kind}"
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
+
+
+def _expert_choice(
+    model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
+) -> BackendChoice | None:
+    """Return the back end of a mixture of experts; each device has a part of every expert."""
+    if model.experts is None:
+        return None
+    if config.runner.expert_matmul == "xla":
+        return BackendChoice("xla", "named in runner.expert_matmul")
+    width = model.experts.width // num_shards
+    limit = grouped_matmul.device_limit(device)
+    if limit is None:
+        limit = grouped_matmul.shape_limit(model.hidden_size, width, dtype)
+    if limit is not None:
+        return BackendChoice("xla", limit)
+    what = f"experts of width {width} of {dtype} on {device.device_kind}"
+    return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {what}")
 
 
 def _sum_choice(
@@ -171,9 +195,11 @@ def _has_served_projection(
     kv_heads = 2 * model.num_kv_heads // num_shards * model.head_dim
     gated = model.is_gated and not model.mlp_bias
     up = (hidden, wide, True) if gated else (hidden, (1 + model.is_gated) * wide, False)
-    found = [(hidden, heads + kv_heads, False), up]
-    if has_own_sums or not model.mlp_bias:
-        found.append((wide, hidden, False))
+    found = [(hidden, heads + kv_heads, False)]
+    if any(kind.mlp == "dense" for kind in model.kinds):
+        found.append(up)
+        if has_own_sums or not model.mlp_bias:
+            found.append((wide, hidden, False))
     if has_own_sums or not model.attention_bias:
         found.append((heads, hidden, False))
     kernels = byte_matmul if in_8_bits else decode_matmul

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model_defs.config import ModelConfig
+from model_defs.config import LayerKind, ModelConfig
 from model_defs.sharding import KV_PAGES_SPEC
 from pallas_kernels.page_copies import PackedTile, packed_tile
 from pallas_kernels.ragged_paged_attention import page_dtype, page_shape
@@ -84,7 +84,7 @@ class KVStorage:
         self.chunk_dtype = self.dtype if self.packing is None else jnp.dtype(jnp.uint8)
         self.sharding = NamedSharding(mesh, PartitionSpec(*KV_PAGES_SPEC))
         self.host_sharding = self.sharding.with_memory_kind("pinned_host")
-        self.groups = layer_groups(model.num_layers, num_layer_groups)
+        self.groups = layer_groups(model.kinds, num_layer_groups)
         self._make = _make_pools.lower(self.num_layers, self.shape, self.dtype, self.sharding).compile()
 
     @property
@@ -179,14 +179,24 @@ def num_layer_groups_on(num_devices: int, given: int | None) -> int:
     return 2 if num_devices == 1 else 1
 
 
-def layer_groups(num_layers: int, num_groups: int) -> tuple[range, ...]:
+def layer_groups(kinds: Sequence[LayerKind], num_groups: int) -> tuple[range, ...]:
     """Return `num_groups` runs of consecutive layers, or one per layer if there are fewer layers.
 
-    Sizes are as equal as possible and never decrease: nothing hides the copy of the first group.
+    Sizes are as equal as possible and never decrease: nothing hides the copy of the first group. Groups begin
+    at whole periods of the kinds' pattern if there are enough of them, so that most groups share a program.
     """
+    num_layers = len(kinds)
     num_groups = min(num_groups, num_layers)
-    ends = [num_layers * i // num_groups for i in range(num_groups + 1)]
-    return tuple(range(start, stop) for start, stop in itertools.pairwise(ends))
+    period = _period(kinds)
+    if num_layers // period < num_groups:
+        period = 1
+    starts = [num_layers // period * i // num_groups * period for i in range(num_groups)]
+    return tuple(range(start, stop) for start, stop in itertools.pairwise([*starts, num_layers]))
+
+
+def _period(kinds: Sequence[LayerKind]) -> int:
+    """Return the number of layers after which the pattern of kinds begins again."""
+    return next(size for size in range(1, len(kinds) + 1) if kinds[size:] == kinds[: len(kinds) - size])
 
 
 def chunk_bytes(model: ModelConfig, chunk_tokens: int, dtype: jnp.dtype, kv_dtype: str | None = None) -> int:

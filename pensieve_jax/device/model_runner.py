@@ -116,7 +116,7 @@ class ModelRunner:
         model_config: ModelConfig = model.config
         self._num_top = _checked_num_top(config, model_config)
         every_leaf = ModelStructure.split(model)[1]
-        self.dtype, self.weights_dtype = model.compute_dtype, model.weights_dtype
+        self.dtype, self.weights_dtype = model.dtype, model.weights_dtype
         dtype = self.dtype
         self._replicated, self._device = NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0]
         self.kernels = choose_kernels(model_config, config, dtype, mesh, weights_dtype=self.weights_dtype)
@@ -138,6 +138,7 @@ class ModelRunner:
             num_top=self._num_top,
             exchange=self._exchange,
             small_batch_matmul=self.kernels.decode_matmul.name,
+            experts="xla" if self.kernels.experts is None else self.kernels.experts.name,
         )
         self._adjuster = Adjuster(
             model_config.vocab_size,
@@ -167,9 +168,10 @@ class ModelRunner:
             raise self._budget.no_pools(error) from error
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """Write `plan.tiles`, the attention kernel's work list, from the row lengths in the plan."""
-        spec = self._tile_specs[plan.layout.num_tokens]
-        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), plan.tiles, plan.page_indices)
+        """Write `plan.tiles`, the attention kernel's work lists, from the row lengths in the plan."""
+        num_rows = int(plan.num_rows[0])
+        for spec, tiles in zip(self._tile_specs[plan.layout.num_tokens], plan.tiles, strict=True):
+            build_tiles(spec, plan.cu_q_lens, plan.kv_lens, num_rows, tiles, plan.page_indices)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Load or compile every executable and run each once on an empty plan; see `Runner`.
@@ -179,8 +181,8 @@ class ModelRunner:
             for `cache.cpu_pages` cannot be allocated, or others may write to
             `runner.compilation_cache_dir`.
         """
-        for spec in self._tile_specs.values():
-            import_backend(spec.backend)
+        for specs in self._tile_specs.values():
+            import_backend(specs[0].backend)
         store = None
         if self._cache_dir is not None:
             store = ExecutableStore(self._cache_dir, list(self._mesh.devices.flat))
@@ -277,7 +279,7 @@ class ModelRunner:
         resident_bytes = self.weights_bytes + self.storage.pool_bytes + self._adjuster.num_bytes
         buckets = {}
         for bucket in self.layouts:
-            executables = self._executables.of_step(bucket, self.storage.groups)
+            executables = self._executables.of_step(bucket, self._programs.group_kinds)
             if not executables:
                 continue
             # The hidden state is float32, as the models' residual stream. All programs share one plan.
@@ -309,7 +311,7 @@ class ModelRunner:
             for group, leaves in enumerate(programs.groups):
                 self._transfers.land(group)
                 pools = self.device_pools.groups[group]
-                run = executables.run_layers[bucket, len(pools)]
+                run = executables.run_layers[bucket, programs.group_kinds[group]]
                 table = self._exchange.arrays[:1]
                 self.device_pools.groups[group], hidden = run(leaves, pools, hidden, words, *table)
             scores: Scores = executables.score[bucket](programs.back, hidden, words)

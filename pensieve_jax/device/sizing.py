@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 
-from model_defs.config import ModelConfig
+from model_defs.config import ExpertsConfig, ModelConfig
+from pallas_kernels.grouped_matmul import GroupSpec, block_rows
 from pensieve_jax.config import MAX_NUM_RUNNING, CacheConfig, EngineConfig
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
@@ -283,11 +284,21 @@ def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> in
     """
     num_tokens = config.scheduler.max_num_batched_tokens
     # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
-    per_token = 8 * model.hidden_size + 4 * -(-model.intermediate_size // num_devices)
+    mlp_bytes = num_tokens * 4 * -(-model.intermediate_size // num_devices)
+    if model.experts is not None:
+        mlp_bytes = max(mlp_bytes, _expert_bytes(model.experts, model.hidden_size, num_tokens, num_devices))
     running = config.with_num_running(max(_most_running(config), 1)).scheduler
     num_rows = min(running.sample_limit, num_tokens)
-    num_bytes = _STEP_BYTES + num_tokens * per_token + _CHOICE_BYTES * num_rows * model.vocab_size
+    stream_bytes = num_tokens * 8 * model.hidden_size
+    num_bytes = _STEP_BYTES + stream_bytes + mlp_bytes + _CHOICE_BYTES * num_rows * model.vocab_size
     return num_bytes + _scratch_bytes(config, model, num_devices)
+
+
+def _expert_bytes(experts: ExpertsConfig, hidden_size: int, num_tokens: int, num_devices: int) -> int:
+    """Return the bytes of the rows of all chosen experts: inputs, results and what is between, in 16 bits."""
+    rows = block_rows(num_tokens * experts.num_chosen, experts.num_experts)
+    spec = GroupSpec(num_tokens, experts.num_chosen, experts.num_experts, rows)
+    return 2 * spec.num_rows * (2 * hidden_size + -(-experts.width // num_devices))
 
 
 def _scratch_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:

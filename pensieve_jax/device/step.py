@@ -6,8 +6,8 @@ Does not know: when steps run, who owns the pools and the weights, or how tokens
 
 Layers run in groups, so that copies into a group's pools can be dispatched between groups (the paper's
 section 5, pipelined transfer). The hidden state passes from one group to the next. The work before the first
-group and after the last one are programs of their own, so that groups with equally many layers share one
-program, compiled once.
+group and after the last one are programs of their own, so that groups whose layers are of the same kinds
+share one program, compiled once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.all_reduce import AllReduce, SumSpec, summing
 from model_defs.attention import PagedAttention, RaggedBatch
+from model_defs.config import LayerKind
+from model_defs.experts import computing_experts
 from model_defs.sharding import constrain
 from model_defs.small_batch_matmul import XLA, multiplying_by
 from pallas_kernels.ragged_paged_attention import TileSpec
@@ -48,13 +50,14 @@ class LayerArguments:
     """The static arguments of a program that runs layers; with array shapes, they identify it."""
 
     structure: ModelStructure
-    num_layers: int  # layers of the group
+    kinds: tuple[LayerKind, ...]  # of the group's layers
     layout: PlanLayout
-    tile_spec: TileSpec
+    tile_specs: tuple[TileSpec, ...]  # of each distinct window of the model's layers
     mesh: Mesh
     backend: str
     sums: SumSpec | None = None  # None uses the compiler's sums
     small_batch_matmul: str = XLA  # the back end that multiplies small batches with weights
+    experts: str = XLA  # the back end of a mixture of experts
 
 
 @functools.partial(jax.jit, static_argnames=("statics",))
@@ -94,7 +97,7 @@ def run_layers(
       hidden: f32[T, hidden_size].
       plan_words: i32[layout.size], the packed plan.
       table: table of the memory that devices write to each other; required where `statics.sums` is set.
-      statics: structure, layout, kernel spec and mesh.
+      statics: structure, layout, kernel specs and mesh.
 
     Returns:
       The pools, and the hidden state after those layers.
@@ -106,20 +109,22 @@ def run_layers(
         page_indices=plan["page_indices"],
         cu_q_lens=plan["cu_q_lens"],
         num_seqs=plan["num_rows"],
-        tiles=plan["tiles"],
+        tiles=tuple(plan[name] for name in statics.layout.tile_fields),
     )
     attention = PagedAttention(
-        kv_pages, batch, mesh=statics.mesh, tile_spec=statics.tile_spec, backend=statics.backend
+        kv_pages, batch, mesh=statics.mesh, tile_specs=statics.tile_specs, backend=statics.backend
     )
     model = statics.structure.merge(leaves)
     sums = None
     if statics.sums is not None:
         assert table is not None
         sums = AllReduce(statics.sums, table, statics.mesh)
-    # `Linear` reads both choices while the model is traced; `small_batch_matmul` says why. Both are in
+    # Layers read these choices while the model is traced; `small_batch_matmul` says why. All are in
     # `statics`, so a program that was compiled for other choices is never reused.
-    with summing(sums), multiplying_by(statics.small_batch_matmul):
-        hidden = model.run_layers(hidden, plan["positions"], attention, 0, statics.num_layers)
+    num_tokens = batch.cu_q_lens[batch.num_seqs[0]]
+    experts = computing_experts(statics.experts, num_tokens)
+    with summing(sums), multiplying_by(statics.small_batch_matmul), experts:
+        hidden = model.run_layers(hidden, plan["positions"], attention, 0, len(statics.kinds))
     return attention.kv_pages, constrain(hidden, statics.mesh)
 
 

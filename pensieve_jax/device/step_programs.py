@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model_defs.config import ModelConfig
+from model_defs.config import LayerKind, ModelConfig
 from model_defs.registry import Model
 from pallas_kernels.ragged_paged_attention import TileSpec, tile_spec
 from pensieve_jax.config import EngineConfig
@@ -38,6 +38,9 @@ from pensieve_jax.runtime.program import Program
 from pensieve_jax.scheduler.buckets import bucket_layout, bucket_rows, token_buckets
 from pensieve_jax.scheduler.plan import PlanLayout
 
+type Kinds = tuple[LayerKind, ...]
+"""Kinds of consecutive layers."""
+
 type Executables[K] = dict[K, jax.stages.Compiled]
 """Executables of one kind by key, such as the bucket."""
 
@@ -46,15 +49,18 @@ class StepExecutables(NamedTuple):
     """All executables of one runner."""
 
     embed: Executables[int]  # by bucket
-    run_layers: Executables[tuple[int, int]]  # by bucket and number of layers
+    run_layers: Executables[tuple[int, Kinds]]  # by bucket and kinds of the group's layers
     score: Executables[int]  # by bucket
     choose: Executables[tuple[int, SamplerMode]]  # by number of rows and mode
     take_rows: Executables[int]  # by bucket
     score_prompt: Executables[int]  # by number of rows; all buckets share one
 
-    def of_step(self, bucket: int, groups: Sequence[range]) -> list[jax.stages.Compiled]:
-        """Return the executables of a forward pass in running order, or [] until all are present."""
-        layers = [self.run_layers.get((bucket, len(layers))) for layers in groups]
+    def of_step(self, bucket: int, groups: Sequence[Kinds]) -> list[jax.stages.Compiled]:
+        """Return the executables of a forward pass in running order, or [] until all are present.
+
+        `groups` are the kinds of every group's layers.
+        """
+        layers = [self.run_layers.get((bucket, kinds)) for kinds in groups]
         scores = [self.score.get(bucket), self.take_rows.get(bucket), *self.score_prompt.values()]
         all_of_them = [self.embed.get(bucket), *layers, *scores]
         found = [executable for executable in all_of_them if executable is not None]
@@ -67,6 +73,7 @@ class StepPrograms:
     Attributes:
       front: model arrays used before the layers.
       groups: model arrays of each group of layers.
+      group_kinds: kinds of each group's layers.
       back: model arrays used after the layers.
       max_num_samples: S_max, the maximum over all buckets: the length of the ids passed from step to step.
       num_scored: number of rows of the program that scores prompt tokens.
@@ -78,7 +85,7 @@ class StepPrograms:
         model: Model,
         storage: KVStorage,
         layouts: Mapping[int, PlanLayout],
-        tile_specs: Mapping[int, TileSpec],
+        tile_specs: Mapping[int, tuple[TileSpec, ...]],
         mesh: Mesh,
         *,
         backend: str,
@@ -86,6 +93,7 @@ class StepPrograms:
         num_top: int,
         exchange: Exchange,
         small_batch_matmul: str,
+        experts: str,
     ) -> None:
         """Keep the inputs of the programs.
 
@@ -93,25 +101,28 @@ class StepPrograms:
           model: the model with its arrays.
           storage: shape and placement of the pools, and the layer groups.
           layouts: plan layout of each bucket.
-          tile_specs: attention spec of each bucket.
+          tile_specs: attention specs of each bucket, one for each distinct window.
           mesh: mesh with one axis, "tp".
           backend: the attention back end that the configuration selects.
           cutoff_backend: the back end that searches for the sampler's cutoffs.
           num_top: number of most likely ids that a sampler returns.
           exchange: the implementation that adds up the devices' partial sums.
           small_batch_matmul: the back end that multiplies small batches with weights.
+          experts: the back end of a mixture of experts.
         """
         self._config, self._storage = model.config, storage
         self._front, self.front = ModelStructure.split(model, model.front)
         self._back, self.back = ModelStructure.split(model, model.back)
         split = [ModelStructure.split_layers(model, layers) for layers in storage.groups]
         self.groups = [leaves for _, leaves in split]
-        # Keyed by the number of layers: groups with equally many layers share one program.
-        self._layers = {len(layers): part for layers, part in zip(storage.groups, split, strict=True)}
+        kinds = model.config.kinds
+        self.group_kinds = [kinds[layers.start : layers.stop] for layers in storage.groups]
+        # Groups whose layers are of the same kinds share one program. Equally many layers are not enough.
+        self._layers = dict(zip(self.group_kinds, split, strict=True))
         self._layouts, self._tile_specs, self._mesh = layouts, tile_specs, mesh
         self._backend, self._cutoff_backend, self._num_top = backend, cutoff_backend, num_top
         self._sums, self._exchanged = exchange.sums, exchange.arrays
-        self._small_batch_matmul = small_batch_matmul
+        self._small_batch_matmul, self._experts = small_batch_matmul, experts
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.max_num_samples = max(layout.max_num_samples for layout in layouts.values())
         self._sampler_layouts = {layout.max_num_samples: layout for layout in layouts.values()}
@@ -122,11 +133,11 @@ class StepPrograms:
     def jobs(self, into: StepExecutables) -> Iterator[CompilationJob]:
         """Yield all compilations; results go `into`. Large buckets and slow layer programs come first."""
         buckets = sorted(self._layouts, reverse=True)
-        for bucket, num_layers in itertools.product(buckets, self._layers):
+        for bucket, kinds in itertools.product(buckets, self._layers):
             yield CompilationJob(
-                f"step of {bucket} tokens, {num_layers} layers",
-                self._run_layers(bucket, num_layers),
-                functools.partial(into.run_layers.__setitem__, (bucket, num_layers)),
+                f"step of {bucket} tokens, {len(kinds)} layers",
+                self._run_layers(bucket, kinds),
+                functools.partial(into.run_layers.__setitem__, (bucket, kinds)),
             )
         for bucket in buckets:
             ends = {
@@ -151,20 +162,21 @@ class StepPrograms:
                 functools.partial(into.choose.__setitem__, (num_samples, mode)),
             )
 
-    def _run_layers(self, bucket: int, num_layers: int) -> Program:
-        (structure, leaves), storage, layout = self._layers[num_layers], self._storage, self._layouts[bucket]
+    def _run_layers(self, bucket: int, kinds: Kinds) -> Program:
+        (structure, leaves), storage, layout = self._layers[kinds], self._storage, self._layouts[bucket]
         statics = LayerArguments(
             structure,
-            num_layers,
+            kinds,
             layout,
             self._tile_specs[bucket],
             self._mesh,
             self._backend,
             self._sums,
             self._small_batch_matmul,
+            self._experts,
         )
         pool: Any = jax.ShapeDtypeStruct(storage.shape, storage.dtype, sharding=storage.sharding)
-        given = leaves, [pool] * num_layers, self._hidden(bucket), self._words(bucket), *self._exchanged[:1]
+        given = leaves, [pool] * len(kinds), self._hidden(bucket), self._words(bucket), *self._exchanged[:1]
         return Program(step.run_layers, given, {"statics": statics})
 
     def _embed(self, bucket: int) -> Program:
@@ -217,21 +229,30 @@ class StepPrograms:
 
 def bucket_tile_specs(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int
-) -> dict[int, TileSpec]:
-    """Return each bucket's spec for an attention back end that serves this model; heads are per shard."""
+) -> dict[int, tuple[TileSpec, ...]]:
+    """Return each bucket's specs for an attention back end that serves this model; heads are per shard.
+
+    There is one for each of `model.windows`, in their order.
+    """
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     return {
-        bucket: tile_spec(
-            num_tokens=bucket,
-            max_num_seqs=bucket_rows(config.scheduler, bucket),
-            num_q_heads=model.num_heads // num_shards,
-            num_kv_heads=model.num_kv_heads // num_shards,
-            head_dim=model.head_dim,
-            page_size=config.cache.chunk_tokens,
-            dtype=dtype,
-            backend=backend,
-            kv_dtype=config.cache.kv_dtype,
-            scratch_pages=scratch_pages(config, bucket, context_tokens),
+        bucket: tuple(
+            tile_spec(
+                num_tokens=bucket,
+                max_num_seqs=bucket_rows(config.scheduler, bucket),
+                num_q_heads=model.num_heads // num_shards,
+                num_kv_heads=model.num_kv_heads // num_shards,
+                head_dim=model.head_dim,
+                page_size=config.cache.chunk_tokens,
+                dtype=dtype,
+                backend=backend,
+                kv_dtype=config.cache.kv_dtype,
+                scratch_pages=scratch_pages(config, bucket, context_tokens),
+                window=window,
+                softcap=model.attention_softcap,
+                has_sinks=model.has_sinks,
+            )
+            for window in model.windows
         )
         for bucket in token_buckets(config.scheduler)
     }
@@ -251,7 +272,7 @@ def scratch_pages(config: EngineConfig, bucket: int, context_tokens: int) -> int
 
 
 def bucket_layouts(
-    model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, TileSpec]
+    model: ModelConfig, config: EngineConfig, tile_specs: Mapping[int, tuple[TileSpec, ...]]
 ) -> dict[int, PlanLayout]:
     """Return the plan layout of each bucket.
 
@@ -260,6 +281,11 @@ def bucket_layouts(
     """
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
     return {
-        bucket: bucket_layout(config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len)
-        for bucket, spec in tile_specs.items()
+        bucket: bucket_layout(
+            config,
+            bucket,
+            context_tokens=context_tokens,
+            tiles_lens=tuple(spec.tiles_len for spec in specs),
+        )
+        for bucket, specs in tile_specs.items()
     }

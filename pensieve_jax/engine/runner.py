@@ -33,7 +33,7 @@ class Runner(Protocol):
     transfers: Transfers
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """Write `plan.tiles` from the lengths of its rows, in the runner's own format."""
+        """Write the lists of `plan.tiles` from the lengths of its rows, in the runner's own format."""
         ...
 
     def warm_up(self, progress: Progress | None = None) -> None:

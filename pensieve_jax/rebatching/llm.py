@@ -73,7 +73,7 @@ class PaddedLLM:
         Raises:
           ConfigError: a value cannot work with this model or device, or the model is unknown.
           model_defs.ModelError: the checkpoint or the architecture cannot be served, for example because of
-            sliding-window attention.
+            a window that is shorter than the context.
         """
         config = config or RebatchingConfig()
         if not isinstance(config, RebatchingConfig):

@@ -78,7 +78,7 @@ def bucket_rows(config: SchedulerConfig, bucket: int) -> int:
 
 
 def bucket_layout(
-    config: EngineConfig, bucket: int, *, context_tokens: int, tiles_len: int = 0
+    config: EngineConfig, bucket: int, *, context_tokens: int, tiles_lens: tuple[int, ...] = ()
 ) -> PlanLayout:
     """Return the layout of plans of `bucket` tokens.
 
@@ -86,7 +86,7 @@ def bucket_layout(
       config: limits of the engine.
       bucket: one of `token_buckets`.
       context_tokens: length of the longest context.
-      tiles_len: length of the attention kernel's tile list, if it has one.
+      tiles_lens: lengths of the attention kernel's tile lists, one for each distinct window.
     """
     return PlanLayout(
         num_tokens=bucket,
@@ -94,7 +94,7 @@ def bucket_layout(
         pages_per_row=-(-context_tokens // config.cache.chunk_tokens),
         max_num_samples=min(config.scheduler.sample_limit, bucket),
         max_num_banned=config.runner.max_banned_ids,
-        tiles_len=tiles_len,
+        tiles_lens=tiles_lens,
     )
 
 

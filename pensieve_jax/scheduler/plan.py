@@ -22,6 +22,8 @@ from pensieve_jax.decoding.prompt_rows import PromptRows
 from pensieve_jax.decoding.sampling_rows import COLUMNS
 
 NUM_FLAGS = 4
+MAX_TILE_LISTS: Final = 2
+"""The most lists of the attention kernel, one for each distinct window of the model's layers."""
 # Fields begin at multiples of 256 bytes. XLA passes a slice of the buffer to a kernel without a copy, and
 # Mosaic GPU kernels reject arguments with a smaller alignment.
 _ALIGNMENT = 64
@@ -71,7 +73,8 @@ FIELDS: Final[Mapping[str, PlanField]] = {
     "kv_lens": PlanField(("R",)),
     "page_indices": PlanField(("R", "P")),  # page 0 is the dummy
     "num_rows": PlanField((1,)),
-    "tiles": PlanField(("N",)),  # the kernel's list builder fills every element that the kernel reads
+    # The kernel's list builder fills every element that the kernel reads.
+    **{f"tiles_{i}": PlanField((f"N{i}",)) for i in range(MAX_TILE_LISTS)},
     "num_samples": PlanField((1,)),
     "sample_tokens": PlanField(("S",)),  # index into the T tokens
     "sample_positions": PlanField(("S",)),  # absolute position of the token to be sampled
@@ -106,7 +109,8 @@ class PlanLayout:
       pages_per_row: P, pages of the longest context.
       max_num_samples: S, ids that one step can sample.
       max_num_banned: B, token ids that one row can ban from sampling.
-      tiles_len: N, length of the attention kernel's tile list.
+      tiles_lens: lengths of the attention kernel's tile lists, one for each distinct window; at most
+        `MAX_TILE_LISTS`.
     """
 
     num_tokens: int
@@ -114,7 +118,7 @@ class PlanLayout:
     pages_per_row: int
     max_num_samples: int
     max_num_banned: int
-    tiles_len: int
+    tiles_lens: tuple[int, ...]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -126,8 +130,14 @@ class PlanLayout:
             "P": self.pages_per_row,
             "S": self.max_num_samples,
             "B": self.max_num_banned,
-            "N": self.tiles_len,
+            **dict.fromkeys((f"N{i}" for i in range(MAX_TILE_LISTS)), 0),
+            **{f"N{i}": size for i, size in enumerate(self.tiles_lens)},
         }
+
+    @property
+    def tile_fields(self) -> tuple[str, ...]:
+        """Names of the fields of tile lists, in the order of `tiles_lens`."""
+        return tuple(f"tiles_{i}" for i in range(len(self.tiles_lens)))
 
     @cached_property
     def fields(self) -> dict[str, PackedField]:
@@ -174,6 +184,7 @@ class StepPlan:
       layout: shape of the bucket's plans.
       buffer: i32[layout.size].
       step_id: number of the plan, from 0; the runner asserts that none is skipped.
+      tiles: views of the tile lists, in the order of `layout.tiles_lens`.
       adjustment: biases and penalties of the rows that sample; None if no row has any.
       prompt_rows: positions that score prompt tokens; None in most steps, so they are beside the buffer.
     """
@@ -199,6 +210,7 @@ class StepPlan:
             if dtype is not None:
                 view = view.view(dtype)
             own[name] = view if shape is None else view.reshape(shape)
+        self.tiles: tuple[np.ndarray, ...] = tuple(own[name] for name in layout.tile_fields)
 
     if TYPE_CHECKING:  # the views, whose names are in a table
 

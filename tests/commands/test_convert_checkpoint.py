@@ -13,7 +13,7 @@ import pytest
 
 from model_defs import (
     CheckpointError,
-    UnsupportedModelError,
+    LayerKind,
     load_config,
     load_model,
     make_mesh,
@@ -36,24 +36,16 @@ def test_a_preset_is_converted(launch, tmp_path, capsys):
     assert "writing" in capsys.readouterr().err
 
 
-def test_a_model_with_a_window_is_converted_for_a_context_that_it_covers(tmp_path):
+def test_a_model_with_a_window_is_converted(tmp_path):
     source = shutil.copytree(GOLDEN / "mistral_window", tmp_path / "source")
     values = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(values | {"sliding_window": 20}))
-    with pytest.raises(UnsupportedModelError, match="set max_position_embeddings to at most 20"):
-        convert_checkpoint.convert(str(source), tmp_path / "refused", "auto")
-    assert not (tmp_path / "refused").exists()
-    convert_checkpoint.convert(str(source), tmp_path / "target", "auto", max_position_embeddings=20)
+    convert_checkpoint.convert(str(source), tmp_path / "target", "auto")
     config = load_config(tmp_path / "target")
-    assert (config.max_position_embeddings, config.sliding_window) == (20, 20)
-    ids = np.arange(20) % 64
-    models = [
-        load_model(tmp_path / name, mesh=make_mesh(1), max_position_embeddings=20)
-        for name in ("source", "target")
-    ]
+    assert config.layer_kinds == (LayerKind(window=20),) * 2 and config == load_config(source)
+    ids = np.arange(40) % 64
+    models = [load_model(tmp_path / name, mesh=make_mesh(1)) for name in ("source", "target")]
     np.testing.assert_array_equal(*(dense_logits(model, ids) for model in models))
-    with pytest.raises(UnsupportedModelError, match="max_position_embeddings=21"):
-        load_config(tmp_path / "target", 21)
 
 
 def test_every_file_of_a_tokenizer_is_copied(tmp_path):

@@ -50,7 +50,7 @@ try:
 except InvalidRequestError as error:
     found["error"] = str(error)
 found["record"] = float(np.frombuffer(pack_sampling(WithToy(toy=0.75), 1), SAMPLING)["toy"][0])
-layout = PlanLayout(8, 2, 2, 3, 1, 4)
+layout = PlanLayout(8, 2, 2, 3, 1, (4,))
 plan = StepPlan(layout, 0, 99)
 found["padding"] = plan.toy.tolist()
 found["order"] = list(layout.fields)

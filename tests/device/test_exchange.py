@@ -80,8 +80,8 @@ def test_tokens_are_the_references(by_psum, preset):
     runner.warm_up()
     assert runner._exchange.arrays[0].tolist() != alone, "devices would not wait for each other"
     check_a_talk(preset, runner)
-    for (_, num_layers), executable in runner._executables.run_layers.items():
-        assert collectives(executable.as_text()) == {"all-reduce": 2 * num_layers}
+    for (_, kinds), executable in runner._executables.run_layers.items():
+        assert collectives(executable.as_text()) == {"all-reduce": 2 * len(kinds)}
     before = runner._exchange.arrays[1]
     runner._exchange._memory.words = before.at[1, 0].set(1)
     stepper, talk = WideStepper(runner), Talk(random_ids(9, seed=2), pages=[1])
@@ -100,9 +100,9 @@ def test_many_rows_are_reduced_in_shares(preset, by_psum, monkeypatch):
     runner = ModelRunner(model_on_two(preset), config_of(), make_mesh(2))
     runner.warm_up()
     check_a_talk(preset, runner)
-    for (_, num_layers), executable in runner._executables.run_layers.items():
+    for (_, kinds), executable in runner._executables.run_layers.items():
         found = collectives(executable.as_text())
-        assert found["reduce-scatter"] == 2 * num_layers - 1 and found["all-gather"] >= 2 * num_layers - 1
+        assert found["reduce-scatter"] == 2 * len(kinds) - 1 and found["all-gather"] >= 2 * len(kinds) - 1
 
 
 def test_unsupported_devices_are_refused():

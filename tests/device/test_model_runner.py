@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from model_defs import load_model, make_mesh, preset, random_model
+from model_defs import LayerKind, load_model, make_mesh, preset, random_model
 from pensieve_jax.config import CacheConfig, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.core.errors import ConfigError, StepFailedError
 from pensieve_jax.core.sampling_params import SamplingParams
@@ -351,8 +351,8 @@ def test_exchanges_between_two_devices(monkeypatch):
     """Sums after attention and MLP and of the embedding, a few words for a greedy row; the plan goes once."""
     runner = runner_for("llama-tiny", 2)
     executables = runner._executables
-    for (_, num_layers), executable in executables.run_layers.items():
-        assert collectives(executable.as_text()) == {"all-reduce": 2 * num_layers}
+    for (_, kinds), executable in executables.run_layers.items():
+        assert collectives(executable.as_text()) == {"all-reduce": 2 * len(kinds)}
     for executable in executables.embed.values():
         assert collectives(executable.as_text()) == {"all-reduce": 1}
     for executable in executables.score.values():
@@ -488,7 +488,7 @@ def test_uneven_groups_are_one_model():
     runner = ModelRunner(model, config, make_mesh(1))
     runner.warm_up()
     assert [len(layers) for layers in runner.storage.groups] == [1, 1, 2]
-    assert set(runner._executables.run_layers) == {(64, 1), (64, 2)}
+    assert set(runner._executables.run_layers) == {(64, (LayerKind(),) * 1), (64, (LayerKind(),) * 2)}
     stepper, talk = Stepper(runner), Talk(random_ids(30, seed=12), pages=[3, 6, 8])
     stepper.buckets = (64,)
     stepper.step(Row(talk, 0, 30, samples=True))
@@ -501,7 +501,8 @@ def test_one_hidden_state_is_kept(monkeypatch):
     """A group's input is released when the next program is launched, so the count is one."""
     runner, read = runner_for(), []
     executables = runner._executables
-    run_layers, score = executables.run_layers[64, 1], executables.score[64]
+    key = 64, (LayerKind(),)
+    run_layers, score = executables.run_layers[key], executables.score[64]
 
     def run_and_note(leaves, pools, hidden, *rest):
         assert not any(past() is not None for past in read)
@@ -512,13 +513,13 @@ def test_one_hidden_state_is_kept(monkeypatch):
         assert len(read) == 2 and not any(past() is not None for past in read)
         return score(*given)
 
-    monkeypatch.setitem(executables.run_layers, (64, 1), run_and_note)
+    monkeypatch.setitem(executables.run_layers, key, run_and_note)
     monkeypatch.setitem(executables.score, 64, note_and_score)
     Stepper(runner).step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))
 
 
 def test_different_layers_form_no_group():
-    """One program runs every group with the same number of layers, so each must be like the first."""
+    """One program runs every group of the same kinds, so layers of a kind must be alike."""
     model = load_model("random:opt-tiny", dtype="float32", mesh=make_mesh(1), seed=1)
     model.layers[1].activation = "gelu"
     with pytest.raises(AssertionError, match="layers differ"):
@@ -654,7 +655,7 @@ def test_old_pools_are_freed_before_new_ones_are_created(monkeypatch, error):
         return new_pools()
 
     with monkeypatch.context() as patch:
-        patch.setitem(runner._executables.run_layers, (64, len(runner.device_pools.groups[0])), fail)
+        patch.setitem(runner._executables.run_layers, (64, runner._programs.group_kinds[0]), fail)
         patch.setattr(runner.storage, "new_pools", counted)
         try:
             stepper.step(Row(Talk(random_ids(9), pages=[1]), 0, 9, samples=True))

@@ -32,7 +32,8 @@ def config_of(kv_dtype: str | None, gpu_pages: int | None = 40_000) -> EngineCon
 
 
 def specs_of(config: EngineConfig, backend: str = "pallas_mosaic_gpu") -> dict[int, Any]:
-    return bucket_tile_specs(MODEL, config, BFLOAT16, backend, 1)
+    specs = bucket_tile_specs(MODEL, config, BFLOAT16, backend, 1)
+    return {bucket: spec for bucket, (spec,) in specs.items()}
 
 
 def test_the_scratch_pool_holds_a_context_and_new_prompts_and_no_more_than_the_pool() -> None:
@@ -57,7 +58,7 @@ def test_its_bytes_count_as_those_of_a_step(num_devices: int) -> None:
 
 def test_a_plan_names_the_pages_of_long_prompts() -> None:
     config = config_of("int8")
-    specs = specs_of(config)
+    specs = bucket_tile_specs(MODEL, config, BFLOAT16, "pallas_mosaic_gpu", 1)
     plan = StepPlan(bucket_layouts(MODEL, config, specs)[512], 0, 10**6)
     plan.num_rows[0] = 2
     plan.cu_q_lens[1:] = (1, *[301] * (len(plan.cu_q_lens) - 2))
@@ -66,6 +67,6 @@ def test_a_plan_names_the_pages_of_long_prompts() -> None:
     plan.page_indices[1, :32] = np.arange(332, 300, -1)
     runner: Any = SimpleNamespace(_tile_specs=specs)
     ModelRunner.fill_tiles(runner, plan)
-    assert plan.tiles[NUM_DECODED] == 32
-    decoded = plan.tiles[specs[512].decoded_offset :][:32]
+    assert plan.tiles[0][NUM_DECODED] == 32
+    decoded = plan.tiles[0][specs[512][0].decoded_offset :][:32]
     np.testing.assert_array_equal(decoded, np.arange(332, 300, -1))

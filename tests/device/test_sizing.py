@@ -71,6 +71,17 @@ def of(cache=None, **scheduler):
     return EngineConfig(cache=cache or CacheConfig(), scheduler=SchedulerConfig(**scheduler))
 
 
+def test_rows_of_experts_are_temporaries_of_a_step():
+    """A token has a row for each of its experts, with its input, its result and what is between."""
+    model = preset("qwen3-30b-a3b")
+    dense = dataclasses.replace(model, experts=None, layer_kinds=())
+    num_tokens = of().scheduler.max_num_batched_tokens
+    mlp_bytes = 4 * num_tokens * model.intermediate_size
+    expert_bytes = step_bytes(of(), model, 1) - step_bytes(of(), dense, 1) + mlp_bytes
+    num_rows = expert_bytes / (2 * (2 * 2048 + 768))
+    assert 8 * num_tokens < num_rows < 8 * num_tokens + 128 * 8 + 128
+
+
 def test_an_h200_keeps_most_of_its_free_memory():
     model, machine = preset("llama2-13b-gqa10"), h200s("llama2-13b-gqa10")
     config = sized(of(), machine, model, BFLOAT16)

@@ -30,7 +30,7 @@ def settings_of(name: str) -> list[SamplingParams]:
 
 def of_runner(params: SamplingParams) -> list[int]:
     """What the runner samples from a plan."""
-    plan: Any = StepPlan(PlanLayout(8, NUM_ROWS, 2, NUM_ROWS, 1, 4), 0, 99)
+    plan: Any = StepPlan(PlanLayout(8, NUM_ROWS, 2, NUM_ROWS, 1, (4,)), 0, 99)
     plan.num_samples[0] = NUM_ROWS
     plan.flags[[FLAG_SAMPLES, FLAG_TRUNCATES]] = 1
     for name in plan_columns():

@@ -127,6 +127,34 @@ def _encoded(pages: jax.Array, kv_dtype: str) -> tuple[jax.Array, jax.Array, jax
     return codes, *scale_bytes(scales)
 
 
+def hide_pages(batch: Batch, window: int, *, page_size: int = 16, dummy: int | None = None) -> Batch:
+    """Return a batch whose pages before all windows of a row hold NaN; `dummy` replaces their indices.
+
+    The dummy page must hold NaN. Rows must not share pages that one of them sees.
+    """
+    pages, indices = np.array(batch.kv_pages), batch.page_indices.copy()
+    nothing = np.nan if pages.dtype != np.int8 else -1  # as scales, -1 is NaN too
+    for row in range(int(batch.num_seqs[0])):
+        q_len = int(batch.cu_q_lens[row + 1] - batch.cu_q_lens[row])
+        first_key = int(batch.kv_lens[row]) - max(q_len, 1) + 1 - window
+        num_hidden = max(first_key, 0) // page_size
+        pages[indices[row, :num_hidden]] = nothing
+        if dummy is not None:
+            indices[row, :num_hidden] = dummy
+    return batch._replace(kv_pages=jnp.asarray(pages), page_indices=indices)
+
+
+def hide_keys(batch: Batch, window: int) -> Batch:
+    """Return a batch in which all keys and values before all windows of a row are NaN."""
+    pages = np.array(batch.kv_pages)
+    page_size = pages.shape[1]
+    for row in range(int(batch.num_seqs[0])):
+        q_len = int(batch.cu_q_lens[row + 1] - batch.cu_q_lens[row])
+        keys = np.arange(max(int(batch.kv_lens[row]) - max(q_len, 1) + 1 - window, 0))
+        pages[batch.page_indices[row, keys // page_size], keys % page_size] = np.nan
+    return batch._replace(kv_pages=jnp.asarray(pages))
+
+
 def tolerance(dtype: Any) -> float:
     """Return the largest difference from the float32 reference, absolute for small values, else relative."""
     return {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}[jnp.dtype(dtype).name]
@@ -139,10 +167,16 @@ def assert_equals_reference(
     *,
     page_size: int | None = None,
     kv_dtype: str | None = None,
+    **options: Any,
 ) -> None:
-    """Check that `out` equals the reference within the dtype's tolerance, and is exactly 0 without a row."""
+    """Check that `out` equals the reference within the dtype's tolerance, and is exactly 0 without a row.
+
+    `options` are `window`, `softcap` and `sinks`, as those of the reference.
+    """
     arrays = map(np.asarray, batch)
-    expected = reference_attention(*arrays, sm_scale=sm_scale, page_size=page_size, kv_dtype=kv_dtype)
+    expected = reference_attention(
+        *arrays, sm_scale=sm_scale, page_size=page_size, kv_dtype=kv_dtype, **options
+    )
     assert out.dtype == batch.q.dtype
     got = np.asarray(out).astype(np.float32)
     used = int(batch.cu_q_lens[batch.num_seqs[0]])

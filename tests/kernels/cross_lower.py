@@ -46,17 +46,19 @@ def lower_for_cuda(
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def lower_byte_attention(spec: TileSpec, heads: Heads) -> str:
+def lower_byte_attention(spec: TileSpec, heads: Heads, *, has_sinks: bool = False) -> str:
     """Lower a bfloat16 step over a pool of 4 GiB of pages in 8 bits, with rows of up to 128 pages."""
     page = page_shape(spec.kv_dtype, spec.page_size, heads.num_kv_heads, heads.head_dim)
 
-    def attend(*args: jax.Array) -> jax.Array:
+    def attend(sinks: jax.Array, *args: jax.Array) -> jax.Array:
         return ragged_paged_attention(
-            *args[:-1], sm_scale=0.1, metadata=(spec, args[-1]), kv_dtype=spec.kv_dtype
-        )
+            *args[:-1], sm_scale=0.1, window=spec.window, sinks=sinks if has_sinks else None,
+            metadata=(spec, args[-1]), kv_dtype=spec.kv_dtype,
+        )  # fmt: skip
 
     shape, rows = jax.ShapeDtypeStruct, spec.max_num_seqs
     pool = shape((2**32 // math.prod(page), *page), jnp.int8)
     q = shape((spec.num_tokens, heads.num_q_heads, heads.head_dim), jnp.bfloat16)
     sizes = ((rows,), (rows, 128), (rows + 1,), (1,), (spec.tiles_len,))
-    return lower_for_cuda(attend, q, pool, *(shape(size, jnp.int32) for size in sizes))
+    sinks = shape((heads.num_q_heads,), jnp.float32)
+    return lower_for_cuda(attend, sinks, q, pool, *(shape(size, jnp.int32) for size in sizes))

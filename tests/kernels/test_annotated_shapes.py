@@ -118,12 +118,12 @@ def test_layers_have_their_annotated_shapes() -> None:
     assert not mismatches(FusedQKV.__call__, layer.qkv, x, result=layer.qkv(x))
     assert not mismatches(Linear.__call__, out, heads, result=out(heads))
     assert not mismatches(Linear.activated, out, heads, "relu", result=out.activated(heads, "relu"))
-    assert not mismatches(Linear.gated, up, x, result=up.gated(x))
+    assert not mismatches(Linear.gated, up, x, "silu", result=up.gated(x, "silu"))
     assert not mismatches(Linear.deferred, out, heads, result=out.deferred(heads))
     with summing(sums):
         parts = out.deferred(heads)
     assert isinstance(parts, PartialSums) and not mismatches(Linear.deferred, out, heads, result=parts)
-    args = None, heads, out.kernel[...], (None, None)
+    args = out._product, (heads, out.kernel[...]), out._specs
     assert not mismatches(AllReduce.partial, sums, *args, result=parts.parts)
     assert not mismatches(AllReduce.total, sums, parts, result=sums.total(parts))
     assert not mismatches(finish_sum, parts, result=finish_sum(parts))

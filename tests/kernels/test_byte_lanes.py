@@ -14,6 +14,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_byte_lanes as lanes
 from pallas_kernels.ragged_paged_attention.interpreted_threads import InterpretedThreads
 from pallas_kernels.ragged_paged_attention.page_formats import Stored, decode, scale_bytes
 from tests.kernels.lane_memory import Memory
+from tests.kernels.planting import plant
 
 THREADS = InterpretedThreads()
 
@@ -92,7 +93,13 @@ def test_swizzled_loads_have_no_bank_conflicts() -> None:
 
 
 def attend(
-    shape: lanes.LaneShape, q: np.ndarray, stored: list[Stored], first: int, position: int, kv_end: int
+    shape: lanes.LaneShape,
+    q: np.ndarray,
+    stored: list[Stored],
+    first: int,
+    position: int,
+    kv_end: int,
+    sinks: list[float] | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return rows in bfloat16 and float32, and log-sum-exps; keys and values [num_blocks * block_kv, 128]."""
     num_rows, page = lanes.TILE_ROWS * shape.num_tiles, shape.page_size
@@ -108,14 +115,65 @@ def attend(
             scales[:, which, :page], scales[:, which, page : 2 * page] = high, low
         codes = Memory(jnp.concatenate([part.codes[keys] for part in stored], axis=1))
         last = first + (block + 1) * shape.block_kv
+        last_token = position + (num_rows - 1) // shape.group
+        has_hidden = shape.window is not None and first + keys.start <= last_token - shape.window
         sums = lanes.add_block(
             THREADS, shape, codes, Memory(scales.reshape(-1, 256)), jnp.int32(first + keys.start), queries,
-            sums, masked=last > min(position + 1, kv_end),
+            sums, masked=last > min(position + 1, kv_end) or has_hidden,
         )  # fmt: skip
     rows, slabs = Memory(jnp.zeros((4, 2, num_rows))), Memory(jnp.full((2, num_rows, 128), jnp.nan))
     result, lse = Memory(jnp.zeros((num_rows, 128), jnp.bfloat16)), Memory(jnp.zeros(num_rows))
-    lanes.finish(THREADS, shape, rows, slabs, result, lse, sums)
+    of_heads = [jnp.float32(sink) for sink in sinks or ()]
+    lanes.finish(THREADS, shape, rows, slabs, result, lse, sums, of_heads)
     return np.asarray(result[...], np.float32), np.asarray(slabs[...][0]), np.asarray(lse[...])
+
+
+def check_tile(shape: lanes.LaneShape, position: int, kv_end: int, sinks: list[float] | None = None) -> None:
+    """Compare a tile with float64; slots that no query sees hold garbage, and scales differ widely.
+
+    `sinks` are those of the heads above the largest score of the first token.
+    """
+    kv_dtype, group, block_kv, window = shape.kv_dtype, shape.group, shape.block_kv, shape.window
+    rng = np.random.default_rng(group)
+    first, num_rows = 128, 8 * shape.num_tiles
+    num_keys = -(-(kv_end - first) // block_kv) * block_kv
+    large = np.where(np.arange(128) == 5, 40, 1)
+    q = np.asarray(jnp.asarray(rng.standard_normal((num_rows, 128)) * 3 * large, jnp.bfloat16), np.float64)
+    seen = slice(max(position + 1 - window - first, 0) if window else 0, kv_end - first)
+    is_hidden = np.ones(num_keys, bool)
+    is_hidden[seen] = False
+    stored, numbers = [], []
+    for _ in range(2):
+        codes = rng.integers(-127, 128, (num_keys, 128)).astype(np.int8)
+        if kv_dtype != "int8":
+            floats = (rng.standard_normal((num_keys, 128)) * 40).astype(ml_dtypes.float8_e4m3fn)
+            codes = floats.view(np.int8)
+        sizes = np.exp(rng.standard_normal(num_keys)) / 60
+        scales = np.array(jnp.asarray(jnp.asarray(sizes, jnp.bfloat16), jnp.float32))
+        scales[seen.start + 7] = 0
+        scales[is_hidden] = np.where(np.arange(num_keys) % 3, np.nan, np.inf)[is_hidden]
+        codes[is_hidden] = -1
+        stored.append(Stored(jnp.asarray(codes), jnp.asarray(scales)))
+        numbers.append(np.asarray(decode(stored[-1], kv_dtype), np.float64)[seen])
+    distance = (position + np.arange(num_rows) // group)[:, None] - (first + np.arange(num_keys)[seen])
+    visible = (distance >= 0) & (distance < (window or kv_end))
+    scores = np.where(visible, q @ numbers[0].T * shape.scale, -np.inf)
+    largest = scores.max(axis=1, keepdims=True)
+    weights = np.exp2(scores - largest)
+    total = weights.sum(axis=1, keepdims=True)
+    whole = total
+    if sinks is not None:
+        sinks = [float(np.float32(a + b)) for a, b in zip(sinks, largest[:group, 0], strict=True)]
+        with np.errstate(over="ignore"):
+            whole = total + np.exp2(np.resize(sinks, num_rows)[:, None] - largest)
+    result, parts, lse = attend(shape, q, stored, first, position, kv_end, sinks)
+    expected = weights @ numbers[1] / whole
+    np.testing.assert_allclose(parts, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(result, parts, rtol=2**-8)
+    np.testing.assert_allclose(lse, (largest + np.log2(total))[:, 0], atol=1e-3)
+
+
+SCALE = 0.1 * 1.442695
 
 
 @pytest.mark.parametrize(
@@ -132,35 +190,39 @@ def attend(
 def test_attention_of_a_tile(
     kv_dtype: str, group: int, page_size: int, block_kv: int, num_tiles: int, position: int, kv_end: int
 ) -> None:
-    """The reference is float64; slots past the range hold garbage, and scales differ widely."""
-    rng = np.random.default_rng(group)
-    shape = lanes.LaneShape(kv_dtype, page_size, group, block_kv, num_tiles, 0.1 * 1.442695)
-    first, num_rows = 128, 8 * num_tiles
-    num_keys = -(-(kv_end - first) // block_kv) * block_kv
-    large = np.where(np.arange(128) == 5, 40, 1)
-    q = np.asarray(jnp.asarray(rng.standard_normal((num_rows, 128)) * 3 * large, jnp.bfloat16), np.float64)
-    stored, numbers = [], []
-    for _ in range(2):
-        codes = rng.integers(-127, 128, (num_keys, 128)).astype(np.int8)
-        if kv_dtype != "int8":
-            floats = (rng.standard_normal((num_keys, 128)) * 40).astype(ml_dtypes.float8_e4m3fn)
-            codes = floats.view(np.int8)
-        sizes = np.exp(rng.standard_normal(num_keys)) / 60
-        scales = jnp.asarray(jnp.asarray(sizes, jnp.bfloat16), jnp.float32)
-        scales = scales.at[7].set(0)
-        scales = scales.at[kv_end - first :].set(jnp.nan).at[kv_end - first :: 3].set(jnp.inf)
-        codes[kv_end - first :] = -1
-        stored.append(Stored(jnp.asarray(codes), scales))
-        numbers.append(np.asarray(decode(stored[-1], kv_dtype), np.float64)[: kv_end - first])
-    result, parts, lse = attend(shape, q, stored, first, position, kv_end)
-    visible = first + np.arange(kv_end - first) <= (position + np.arange(num_rows) // group)[:, None]
-    scores = np.where(visible, q @ numbers[0].T * shape.scale, -np.inf)
-    largest = scores.max(axis=1, keepdims=True)
-    weights = np.exp2(scores - largest)
-    expected = weights @ numbers[1] / weights.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(parts, expected, rtol=2e-3, atol=2e-3 * np.abs(expected).max())
-    np.testing.assert_allclose(result, parts, rtol=2**-8)
-    np.testing.assert_allclose(lse, (largest[:, 0] + np.log2(weights.sum(axis=1))), atol=1e-3)
+    check_tile(lanes.LaneShape(kv_dtype, page_size, group, block_kv, num_tiles, SCALE), position, kv_end)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "group", "num_tiles", "window"),
+    [
+        ("float8_e4m3fn", 4, 1, 33),
+        pytest.param("int8", 4, 1, 40, marks=pytest.mark.long),
+        pytest.param("int8", 1, 1, 20, marks=pytest.mark.long),
+        pytest.param("float8_e4m3fn", 16, 2, 100, marks=pytest.mark.long),
+    ],
+)
+def test_a_tile_with_a_window_and_sinks(kv_dtype: str, group: int, num_tiles: int, window: int) -> None:
+    """Pages before the window hold garbage, as do slots past the range."""
+    shape = lanes.LaneShape(kv_dtype, 32, group, 64, num_tiles, SCALE, window)
+    check_tile(shape, 257, 257 + 8 * num_tiles // group, [float(x) for x in np.resize([-9, 0, 9], group)])
+
+
+BUGS = {
+    "a key too many": ("load_queries", "token - shape.window", "token - shape.window - 1"),
+    "a key too few": ("load_queries", "token - shape.window", "token - shape.window + 1"),
+    "values before the window": ("add_block", "hidden_key + 1 - first_key", "first_key * 0"),
+    "the sink of another head": ("_sink_of", "head == other", "head < 0"),
+    "a sink in the log-sum-exp": ("_factors", "whole = total +", "total = whole = total +"),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lanes, *BUGS[name])
+    shape = lanes.LaneShape("float8_e4m3fn", 32, 4, 64, 1, SCALE, 33)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check_tile(shape, 257, 259, [-9.0, 0.0, 9.0, 0.0])
 
 
 def test_a_tile_without_keys_is_zero() -> None:

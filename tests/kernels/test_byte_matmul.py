@@ -99,6 +99,17 @@ def test_a_bias_and_relu(columns, relu):
 
 
 @pytest.mark.usefixtures("checked_interpreter")
+def test_another_gate():
+    """GELU in its tanh form, of both back ends."""
+    given = arrays(8, 256, 64, gated=True)
+    gate, up = np.split(in_float64(*given), 2, axis=1)
+    want = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    for options in (INTERPRETED | {"tile": ByteTile(64, 2)}, {"backend": "xla"}):
+        got = byte_matmul(*given, gated=True, activation="gelu_tanh", **options)
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.usefixtures("checked_interpreter")
 def test_rows_do_not_depend_on_each_other():
     """A row alone has the same bits as among others, whatever the tile of its step."""
     x, codes, scale = arrays(32, 512, 64, gated=False)
@@ -196,6 +207,7 @@ def test_choice_of_the_back_end(changed, expected):
         ({"scale": (64, jnp.float32)}, {}, r"scale is float32\[64\], but must be float32\[128\]"),
         ({"scale": (128, jnp.bfloat16)}, {}, r"scale is bfloat16\[128\], but must be float32\[128\]"),
         ({"codes": (127, 64, jnp.int8), "scale": (127, jnp.float32)}, {"gated": True}, "as many rows for up"),
+        ({}, {"activation": "relu"}, "activation is 'relu', but must be one of"),
         ({}, {"gated": True, "relu": True}, "neither a bias nor relu"),
         ({}, KERNEL, r"codes is int8\[128, 64\], but pallas_mosaic_gpu needs a depth in two or more"),
         ({"x": (9, 64)}, KERNEL, "supports 1 to 8 rows, or a multiple of 8 up to 128"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +22,27 @@ MODEL_HEADS = {
 
 
 def lower(
-    heads: Heads, num_tokens: int, max_num_seqs: int, dtype: str, page_size: int = 32, num_pages: int = 4000
+    heads: Heads,
+    num_tokens: int,
+    max_num_seqs: int,
+    dtype: str,
+    page_size: int = 32,
+    num_pages: int = 4000,
+    window: int | None = None,
+    softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> str:
     spec = tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype=dtype,
-        backend="pallas_triton",
+        backend="pallas_triton", window=window,
     )  # fmt: skip
 
-    def attend(*args: jax.Array) -> jax.Array:
-        return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]))
+    def attend(sinks: jax.Array, *args: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            *args[:-1], sm_scale=0.1, metadata=(spec, args[-1]), window=window, softcap=softcap,
+            sinks=sinks if has_sinks else None,
+        )  # fmt: skip
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return SHAPE(shape, jnp.int32)
@@ -38,7 +50,8 @@ def lower(
     pool = SHAPE((num_pages, page_size, 2 * heads.num_kv_heads, heads.head_dim), dtype)
     q = SHAPE((num_tokens, heads.num_q_heads, heads.head_dim), dtype)
     rows = (array(max_num_seqs), array(max_num_seqs, 128), array(max_num_seqs + 1), array(1))
-    return lower_for_cuda(attend, q, pool, *rows, array(spec.tiles_len))
+    sinks = SHAPE((heads.num_q_heads,), jnp.float32)
+    return lower_for_cuda(attend, sinks, q, pool, *rows, array(spec.tiles_len))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +74,20 @@ def test_presets(heads: Heads, num_tokens: int, max_num_seqs: int) -> None:
 )
 def test_dtypes_and_sizes(head_dim: int, dtype: str, page_size: int) -> None:
     lower(Heads(12, 4, head_dim), 512, 32, dtype, page_size)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "options"),
+    [
+        (128, "bfloat16", {"window": 4096}),
+        (64, "bfloat16", {"window": 128, "has_sinks": True}),
+        (256, "bfloat16", {"window": 4096, "softcap": 50.0}),
+        (64, "float32", {"window": 33, "softcap": 50.0, "has_sinks": True}),
+    ],
+)
+def test_score_options(head_dim: int, dtype: str, options: dict[str, Any]) -> None:
+    text = lower(Heads(16, 4, head_dim), 512, 32, dtype, **options)
+    assert text.count("xla.gpu.triton") == (2 if dtype == "float32" else 3)
 
 
 def test_pool_beyond_32_bits() -> None:

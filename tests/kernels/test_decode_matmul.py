@@ -52,11 +52,14 @@ def arrays(num_rows, depth, width, *, gated, seed=0):
     return x, w
 
 
-def in_float64(x, w, bias=None, *, gated, relu=False):
+def in_float64(x, w, bias=None, *, gated, activation="silu", relu=False):
     y = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     if gated:
         gate, up = np.split(y, 2, axis=1)
-        y = gate / (1 + np.exp(-gate)) * up
+        if activation == "silu":
+            y = gate / (1 + np.exp(-gate)) * up
+        else:
+            y = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     if bias is not None:
         y = y + np.asarray(bias, np.float64)
     return np.maximum(y, 0) if relu else y
@@ -76,6 +79,19 @@ def test_interpreted(num_rows, gated):
     got = decode_matmul(x, w, gated=gated, tile=SMALL, **INTERPRETED)
     assert_equals(got, in_float64(x, w, gated=gated))
     assert not get_races().races_found
+
+
+@pytest.mark.parametrize("how", [INTERPRETED, {"backend": "xla"}], ids=["interpreted", "xla"])
+def test_a_gate_by_gelu(how):
+    """Gates of both signs, far from zero too, where an exponential is infinite or zero."""
+    x, w = arrays(8, 128, 64, gated=True)
+    x = x.at[0].multiply(300)
+    tile = SMALL if how is INTERPRETED else None
+    got = decode_matmul(x, w, gated=True, activation="gelu_tanh", tile=tile, **how)
+    want = in_float64(x, w, gated=True, activation="gelu_tanh")
+    assert np.abs(want[0]).max() > 1e4 and (want == 0).any() and np.isfinite(np.asarray(got, float)).all()
+    assert_equals(got, want)
+    assert np.abs(np.asarray(got, float) - in_float64(x, w, gated=True)).max() > 0.1  # SiLU differs
 
 
 @pytest.mark.usefixtures("checked_interpreter")
@@ -129,6 +145,14 @@ def test_lowers(name, num_rows):
     x, w = SHAPE((num_rows, depth), jnp.bfloat16), SHAPE((depth, width * (1 + gated)), jnp.bfloat16)
     text = lower_for_cuda(lambda x, w: decode_matmul(x, w, gated=gated, backend="pallas_mosaic_gpu"), x, w)
     assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("num_rows", [1, 128])
+def test_a_gate_by_gelu_lowers(num_rows):
+    """These are gate and up of Gemma 3 12B."""
+    x, w = (SHAPE(shape, jnp.bfloat16) for shape in ((num_rows, 3840), (3840, 2 * 15360)))
+    product = functools.partial(decode_matmul, gated=True, activation="gelu_tanh", **KERNEL)
+    assert "decode_matmul_gelu_gated_" in lower_for_cuda(product, x, w)
 
 
 @pytest.mark.parametrize("num_rows", [32, 128])
@@ -216,6 +240,7 @@ def test_tiles():
         (((2, 64), (32, 64)), {}, "x and w are bfloat16.2, 64. and bfloat16.32, 64., but must be"),
         (((0, 64), (64, 64)), {}, "none of them 0"),
         (((2, 64), (64, 65)), {"gated": True}, "as many columns for up as for the gate"),
+        (((2, 64), (64, 64)), {"gated": True, "activation": "gelu"}, "activation is 'gelu', but must be one"),
         (((2, 64), (64, 64)), {"backend": "cuda"}, "backend is 'cuda', but must be one of"),
         (((129, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "x is bfloat16.129, 64., but .* up to 128"),
         (((12, 64), (64, 64)), {**KERNEL, "tile": SMALL}, "1 to 8 rows, or a multiple of 8 up to 128"),

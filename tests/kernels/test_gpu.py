@@ -28,7 +28,15 @@ from pallas_kernels.ragged_paged_attention import (
 )
 from pallas_kernels.ragged_paged_attention.block_sizes import default_block_sizes
 from pallas_kernels.ragged_paged_attention.shapes import Heads
-from tests.kernels.batches import Batch, Room, assert_equals_reference, make_batch, random_rows, stored
+from tests.kernels.batches import (
+    Batch,
+    Room,
+    assert_equals_reference,
+    hide_pages,
+    make_batch,
+    random_rows,
+    stored,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -58,10 +66,12 @@ MOSAIC_BLOCKS = (
 )
 
 
-def compile_attention(batch: Batch, backend: str = "auto", blocks: BlockSizes | None = None) -> Any:
+def compile_attention(
+    batch: Batch, backend: str = "auto", blocks: BlockSizes | None = None, **options: Any
+) -> Any:
     """Compile attention of batches of this room, by the back end that "auto" selects or a named one.
 
-    Skip the test if the named one does not run here.
+    `options` are `window`, `softcap` and `sinks`. Skip the test if the named one does not run here.
     """
     if backend == "jax_triton":
         pytest.importorskip("jax_triton", reason="needs the extra 'triton'")
@@ -77,9 +87,14 @@ def compile_attention(batch: Batch, backend: str = "auto", blocks: BlockSizes | 
         dtype=batch.q.dtype,
         backend=backend,
         blocks=blocks,
+        window=options.get("window"),
+        softcap=options.get("softcap"),
+        has_sinks="sinks" in options,
     )
     assert spec.backend == backend or (backend == "auto" and spec.backend != "xla")
-    jitted = jax.jit(lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles)))
+    jitted = jax.jit(
+        lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles), **options)
+    )
     return lambda b: jitted(b, build_tiles(spec, b.cu_q_lens, b.kv_lens, b.num_seqs))
 
 
@@ -136,6 +151,87 @@ def test_mosaic_many_seeds(heads: Heads, page_size: int, dtype: str, blocks: Blo
                 np.testing.assert_array_equal(np.asarray(attend(batch)), first)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
+
+
+def sinks_of(heads: Heads) -> np.ndarray:
+    return np.resize(np.array([-20, 0, 3, 20], np.float32), heads.num_q_heads)
+
+
+def check_options(
+    heads: Heads, page_size: int, dtype: str, backend: str, blocks: BlockSizes | None, options: dict[str, Any]
+) -> None:
+    """Check random batches with NaN in pages before all windows of a row, three times with the same bits."""
+    room = Room(num_tokens=512, max_num_seqs=24, pages_per_seq=3072 // page_size, num_pages=5120 // page_size)
+    attend = None
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        rows = random_rows(rng, room, page_size, 300)
+        batch = make_batch(rng, rows, heads, page_size=page_size, dtype=dtype, room=room)
+        attend = attend or compile_attention(batch, backend, blocks, **options)
+        given = hide_pages(batch, options["window"], page_size=page_size) if "window" in options else batch
+        first = np.asarray(attend(given))
+        try:
+            assert_equals_reference(first, batch, SCALE, **options)
+            for _ in range(2):
+                np.testing.assert_array_equal(np.asarray(attend(given)), first)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error
+
+
+@pytest.mark.parametrize("window", [1, 33, 128, 130, 1000, 4096])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_windows_in_triton(window: int, dtype: str) -> None:
+    check_options(Heads(20, 5, 128), 32, dtype, "pallas_triton", None, {"window": window})
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "with_sinks", "options"),
+    [
+        (Heads(16, 2, 64), "bfloat16", True, {"window": 128}),
+        (Heads(16, 2, 64), "float32", True, {}),
+        (Heads(16, 2, 256), "bfloat16", False, {"window": 1000, "softcap": 5.0}),
+        (Heads(4, 2, 32), "float32", True, {"window": 130, "softcap": 5.0}),
+    ],
+    ids=["gpt_oss", "sinks", "softcap", "all"],
+)
+def test_score_options_in_triton(heads: Heads, dtype: str, with_sinks: bool, options: dict[str, Any]) -> None:
+    options = options | ({"sinks": sinks_of(heads)} if with_sinks else {})
+    check_options(heads, 32, dtype, "pallas_triton", None, options)
+
+
+@pytest.mark.parametrize("blocks", MOSAIC_BLOCKS, ids=["few", "both", "beside", "split"])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "dtype", "window", "with_sinks"),
+    [
+        (Heads(20, 5, 128), 32, "bfloat16", 1, False),
+        (Heads(20, 5, 128), 32, "bfloat16", 33, False),
+        (Heads(20, 5, 128), 16, "bfloat16", 128, True),
+        (Heads(20, 5, 128), 32, "float16", 1000, False),
+        (Heads(20, 5, 128), 32, "bfloat16", 4096, True),
+        (Heads(64, 8, 64), 32, "bfloat16", 128, True),
+        (Heads(20, 20, 128), 64, "bfloat16", 1000, True),
+        (Heads(28, 4, 128), 32, "bfloat16", None, True),
+    ],
+    ids=["1", "33", "128", "1000", "4096", "gpt_oss", "group1", "sinks"],
+)
+def test_windows_and_sinks_in_mosaic(
+    heads: Heads, page_size: int, dtype: str, window: int | None, with_sinks: bool, blocks: BlockSizes
+) -> None:
+    options: dict[str, Any] = {} if window is None else {"window": window}
+    options |= {"sinks": sinks_of(heads)} if with_sinks else {}
+    check_options(heads, page_size, dtype, "pallas_mosaic_gpu", blocks, options)
+
+
+def test_a_window_of_all_keys_changes_no_bit_in_mosaic() -> None:
+    batch = make_batch(
+        np.random.default_rng(2), [(1, 3000), (200, 900), (7, 7)], Heads(20, 5, 128), page_size=32,
+        dtype="bfloat16",
+    )  # fmt: skip
+    whole, within = (
+        np.asarray(compile_attention(batch, "pallas_mosaic_gpu", **options)(batch))
+        for options in ({}, {"window": 3000})
+    )
+    np.testing.assert_array_equal(whole, within)
 
 
 @pytest.mark.parametrize("backend", ["pallas_triton", "pallas_mosaic_gpu", "jax_triton"])
@@ -211,20 +307,26 @@ BYTE_BLOCKS = {
 }
 
 
-def check_bytes(spec: TileSpec, batches: Iterable[Batch]) -> None:
+def check_bytes(spec: TileSpec, batches: Iterable[Batch], sinks: np.ndarray | None = None) -> None:
     """Check results over pages in 8 bits against the reference, three times with the same bits."""
-    kv_dtype = spec.kv_dtype
+    kv_dtype, window = spec.kv_dtype, spec.window
     assert kv_dtype is not None
     attend = jax.jit(
-        lambda b, tiles: ragged_paged_attention(*b, sm_scale=SCALE, metadata=(spec, tiles), kv_dtype=kv_dtype)
+        lambda b, tiles: ragged_paged_attention(
+            *b, sm_scale=SCALE, window=window, sinks=sinks, metadata=(spec, tiles), kv_dtype=kv_dtype
+        )
     )
     for seed, whole in enumerate(batches):
         batch = stored(whole, kv_dtype)
+        if window is not None:
+            batch = hide_pages(batch, window, page_size=spec.page_size)
         rows = (batch.cu_q_lens, batch.kv_lens, batch.num_seqs)
         tiles = build_tiles(spec, *rows, None, batch.page_indices)
         first = np.asarray(attend(batch, tiles))
         try:
-            assert_equals_reference(first, batch, SCALE, page_size=spec.page_size, kv_dtype=kv_dtype)
+            assert_equals_reference(
+                first, batch, SCALE, page_size=spec.page_size, kv_dtype=kv_dtype, window=window, sinks=sinks
+            )
             for _ in range(2):
                 np.testing.assert_array_equal(np.asarray(attend(batch, tiles)), first)
         except AssertionError as error:
@@ -326,6 +428,39 @@ def test_byte_prompt_kernel(
         rows = fixed if seed == 0 else random_rows(rng, room, page_size, half)
         batches.append(make_batch(rng, rows, heads, page_size=page_size, dtype="bfloat16", room=room))
     check_bytes(spec, batches)
+
+
+@pytest.mark.parametrize("window", [1, 33, 130, 1000])
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "num_tokens", "scratch_pages", "with_sinks"),
+    [
+        (Heads(20, 5, 128), "int8", 64, 0, False),
+        (Heads(20, 5, 128), "float8_e4m3fn", 128, 0, True),
+        (Heads(80, 5, 128), "int8", 64, 0, True),
+        (Heads(20, 5, 128), "int8", 768, 0, True),
+        (Heads(20, 5, 128), "int8", 768, 500, False),
+        (Heads(40, 5, 128), "float8_e4m3fn", 768, 500, True),
+    ],
+)
+def test_windows_and_sinks_over_bytes(
+    heads: Heads, kv_dtype: str, num_tokens: int, scratch_pages: int, with_sinks: bool, window: int
+) -> None:
+    """Decoding, prompts that convert codes, and prompts that read decoded pages."""
+    if limit := mosaic_device_limit(jax.devices()[0]):
+        pytest.skip(limit)
+    room = Room(num_tokens, max_num_seqs=24, pages_per_seq=96, num_pages=384)
+    spec = tile_spec(
+        num_tokens=num_tokens, max_num_seqs=24, num_q_heads=heads.num_q_heads,
+        num_kv_heads=heads.num_kv_heads, head_dim=128, page_size=32, dtype="bfloat16",
+        backend="pallas_mosaic_gpu", kv_dtype=kv_dtype, scratch_pages=scratch_pages, window=window,
+    )  # fmt: skip
+    fixed = [(num_tokens // 2, 2900), (17, 2049), (3, 129), (1, 700), (1, 64), (1, 33), (0, 40)]
+    batches = []
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        rows = fixed if seed == 0 else random_rows(rng, room, 32, num_tokens // 2)
+        batches.append(make_batch(rng, rows, heads, page_size=32, dtype="bfloat16", room=room))
+    check_bytes(spec, batches, sinks_of(heads) if with_sinks else None)
 
 
 def test_int8_is_written_as_by_xla() -> None:

@@ -315,3 +315,21 @@ def test_lowers_for_an_h200(
     text = lower_byte_attention(spec, heads)
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == len(spec.blocks.classes)
     assert text.count("xla.gpu.triton") == 1 + (spec.scratch_pages > 0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "has_sinks"),
+    [
+        (Heads(40, 10, 128), "int8", False),
+        pytest.param(Heads(64, 8, 128), "float8_e4m3fn", True, marks=pytest.mark.long),
+        pytest.param(Heads(16, 1, 128), "int8", True, marks=pytest.mark.long),
+    ],
+)
+def test_windows_and_sinks_lower_for_an_h200(heads: Heads, kv_dtype: str, has_sinks: bool) -> None:
+    spec = tile_spec(
+        num_tokens=2048, max_num_seqs=64, num_q_heads=heads.num_q_heads, num_kv_heads=heads.num_kv_heads,
+        head_dim=128, page_size=32, dtype="bfloat16", backend="pallas_mosaic_gpu", kv_dtype=kv_dtype,
+        scratch_pages=700, window=4096,
+    )  # fmt: skip
+    text = lower_byte_attention(spec, heads, has_sinks=has_sinks)
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == len(spec.blocks.classes) == 3

@@ -36,17 +36,25 @@ LOWERED = SERVED if EVERYTHING else {heads: SERVED[heads] for heads in KERNELS.v
 
 
 def lower(
-    heads: Heads, page_size: int = 32, dtype: str = "bfloat16", blocks: BlockSizes | None = None
+    heads: Heads,
+    page_size: int = 32,
+    dtype: str = "bfloat16",
+    blocks: BlockSizes | None = None,
+    window: int | None = None,
+    has_sinks: bool = False,
 ) -> str:
     num_tokens, max_num_seqs = 2048, 256
     spec = tile_spec(
         num_tokens=num_tokens, max_num_seqs=max_num_seqs, num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=page_size, dtype=dtype,
-        backend="pallas_mosaic_gpu", blocks=blocks,
+        backend="pallas_mosaic_gpu", blocks=blocks, window=window,
     )  # fmt: skip
 
-    def attend(*args: jax.Array) -> jax.Array:
-        return ragged_paged_attention(*args[:-1], sm_scale=0.1, metadata=(spec, args[-1]))
+    def attend(sinks: jax.Array, *args: jax.Array) -> jax.Array:
+        return ragged_paged_attention(
+            *args[:-1], sm_scale=0.1, window=window, sinks=sinks if has_sinks else None,
+            metadata=(spec, args[-1]),
+        )  # fmt: skip
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return SHAPE(shape, jnp.int32)
@@ -54,7 +62,8 @@ def lower(
     pool = SHAPE((40_000, page_size, 2 * heads.num_kv_heads, heads.head_dim), dtype)  # over 2**31 elements
     q = SHAPE((num_tokens, heads.num_q_heads, heads.head_dim), dtype)
     rows = (array(max_num_seqs), array(max_num_seqs, 128), array(max_num_seqs + 1), array(1))
-    return lower_for_cuda(attend, q, pool, *rows, array(spec.tiles_len))
+    sinks = SHAPE((heads.num_q_heads,), jnp.float32)
+    return lower_for_cuda(attend, sinks, q, pool, *rows, array(spec.tiles_len))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +96,21 @@ def test_other_presets_are_refused() -> None:
 )
 def test_groups_pages_and_types(heads: Heads, page_size: int, dtype: str) -> None:
     assert "mosaic_gpu_v2" in lower(heads, page_size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "has_sinks"),
+    [
+        (Heads(64, 8, 64), 128, True),
+        pytest.param(Heads(40, 10, 128), 4096, False, marks=pytest.mark.long),
+        pytest.param(Heads(28, 4, 128), None, True, marks=pytest.mark.long),  # one head is padding
+        pytest.param(Heads(40, 40, 128), 1024, True, marks=pytest.mark.long),
+    ],
+)
+def test_windows_and_sinks(heads: Heads, window: int | None, has_sinks: bool) -> None:
+    text = lower(heads, window=window, has_sinks=has_sinks)
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 2
+    assert text.count("xla.gpu.triton") == 1
 
 
 @pytest.mark.long

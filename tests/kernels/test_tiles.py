@@ -32,9 +32,13 @@ FILLING = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 
 
 
 def spec_for(
-    num_tokens: int, max_num_seqs: int, blocks: BlockSizes | None, heads: tuple[int, int] = (8, 2)
+    num_tokens: int,
+    max_num_seqs: int,
+    blocks: BlockSizes | None,
+    heads: tuple[int, int] = (8, 2),
+    window: int | None = None,
 ) -> TileSpec:
-    return tile_spec(
+    spec = tile_spec(
         num_tokens=num_tokens,
         max_num_seqs=max_num_seqs,
         num_q_heads=heads[0],
@@ -45,6 +49,7 @@ def spec_for(
         backend="pallas_triton",
         blocks=blocks,
     )
+    return replace(spec, window=window)
 
 
 def draw(rng: np.random.Generator, spec: TileSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -70,10 +75,12 @@ def check(
 ) -> None:
     """Check that every (query token, key) pair is in exactly one tile, and every split is merged once.
 
-    With a scratch pool, the tiles of its class find their row's pages in it.
+    With a window, keys before the block in which that of the tile's first token begins are in no tile. With a
+    scratch pool, the tiles of its class find their row's pages in it.
     """
     num_rows, num_classes = int(num_seqs[0]), len(spec.blocks.classes)
     covered: dict[int, list[tuple[int, int]]] = {}
+    first_keys: dict[int, int] = {}
     slots: dict[tuple[int, int], tuple[int, int]] = {}
     merged: dict[int, set[int]] = {}
     for index, tile_class in enumerate(spec.blocks.classes):
@@ -84,6 +91,8 @@ def check(
             assert 0 < num_tokens * spec.group <= tile_class.rows
             for t in range(token, token + num_tokens):
                 covered.setdefault(t, []).append((begin, end))
+                first_key = 0 if spec.window is None else max(position + 1 - spec.window, 0)
+                first_keys[t] = first_key - first_key % tile_class.block_kv
             if token >= cu[num_rows]:  # the pseudo row
                 assert (row, begin, end, slot) == (0, 0, 0, -1)
                 has_pseudo_row = True
@@ -93,7 +102,8 @@ def check(
             )
             if page_indices is not None and index == num_classes - 1:
                 base, row = row, int(np.searchsorted(cu[: num_rows + 1], token, side="right")) - 1
-                check_scratch(spec, tiles, base, page_indices[row, : -(-end // spec.page_size)])
+                first = 0 if spec.window is None else max(position + 1 - spec.window, 0) // spec.page_size
+                check_scratch(spec, tiles, base + first, page_indices[row, first : -(-end // spec.page_size)])
             assert cu[row] <= token and token + num_tokens <= cu[row + 1]
             assert position == kv_lens[row] - (cu[row + 1] - token)
             assert begin % tile_class.block_kv == 0 and begin < end <= position + num_tokens
@@ -106,7 +116,7 @@ def check(
         row = int(np.searchsorted(cu[: num_rows + 1], t, side="right")) - 1
         if row < num_rows:
             last = kv_lens[row] - (cu[row + 1] - t)
-            assert ranges[0][0] == 0 and ranges[-1][1] > last and len(ranges) <= MAX_NUM_SPLITS
+            assert ranges[0][0] == first_keys[t] and ranges[-1][1] > last and len(ranges) <= MAX_NUM_SPLITS
             assert all(a[1] == b[0] for a, b in pairwise(ranges))
     merges = tiles[spec.tiles_offset(num_classes) :][: NUM_FIELDS * spec.max_num_merges]
     merges = merges.reshape(-1, NUM_FIELDS)
@@ -141,9 +151,41 @@ def test_covers_everything_once(blocks: BlockSizes | None, seed: int) -> None:
     check(spec, out, *batch)
 
 
-@pytest.mark.parametrize("blocks", [TWO, ONE, FILLING], ids=["two", "one", "filling"])
-def test_host_and_device_builders_agree(blocks: BlockSizes) -> None:
+@pytest.mark.parametrize("blocks", [TWO, ONE, FILLING, None], ids=["two", "one", "filling", "default"])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), window=st.one_of(st.integers(1, 200), st.integers(1, 6000)))
+def test_covers_the_windows_once(blocks: BlockSizes | None, seed: int, window: int) -> None:
+    rng = np.random.default_rng(seed)
+    heads = [(8, 2), (40, 40), (6, 2), (64, 8)][int(rng.integers(4))]
+    spec = spec_for(int(rng.integers(1, 700)), int(rng.integers(1, 40)), blocks, heads, window)
+    batch = draw(rng, spec)
+    check(spec, build_tiles(spec, *batch), *batch)
+
+
+@pytest.mark.parametrize("blocks", [TWO, FILLING], ids=["two", "filling"])
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_window_of_all_keys_leaves_the_list_as_it_is(blocks: BlockSizes, seed: int) -> None:
     spec = spec_for(400, 20, blocks)
+    batch = draw(np.random.default_rng(seed), spec)
+    kv_lens, num_seqs = batch[1], int(batch[2][0])
+    windowed = replace(spec, window=int(kv_lens[:num_seqs].max(initial=1)))
+    np.testing.assert_array_equal(build_tiles(spec, *batch), build_tiles(windowed, *batch))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "window"),
+    [
+        *((blocks, None) for blocks in (TWO, ONE, FILLING)),
+        (TWO, 33),
+        pytest.param(ONE, 1, marks=pytest.mark.long),
+        pytest.param(FILLING, 130, marks=pytest.mark.long),
+        (FILLING, 3000),
+    ],
+    ids=["two", "one", "filling", "two-33", "one-1", "filling-130", "filling-3000"],
+)
+def test_host_and_device_builders_agree(blocks: BlockSizes, window: int | None) -> None:
+    spec = spec_for(400, 20, blocks, window=window)
     traced = jax.jit(lambda *batch: build_tiles_traced(spec, *batch))
     for seed in range(20):
         batch = draw(np.random.default_rng(seed), spec)
@@ -233,6 +275,31 @@ def test_long_rows_read_decoded_pages(capacity: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     num_tokens, heads = int(rng.integers(257, 1500)), int(rng.choice([4, 10]))
     spec = byte_spec(num_tokens, 12, capacity, heads)
+    check_decoded_pages(rng, spec, capacity)
+
+
+@pytest.mark.parametrize("capacity", [60, 400])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), window=st.one_of(st.integers(1, 200), st.integers(1, 3000)))
+def test_long_rows_with_a_window_read_decoded_pages(capacity: int, seed: int, window: int) -> None:
+    rng = np.random.default_rng(seed)
+    spec = byte_spec(int(rng.integers(257, 1500)), 12, capacity, int(rng.choice([4, 10])))
+    check_decoded_pages(rng, replace(spec, window=window), capacity)
+
+
+def test_pages_before_a_window_are_not_decoded() -> None:
+    """Also where the row's pages would begin before the flat array."""
+    spec = replace(byte_spec(512, 12, 60), window=300)
+    kv_len = 400_000
+    pages = np.arange(1, 12_501, dtype=np.int32)[None].repeat(12, axis=0)
+    tiles = build_tiles(spec, np.array([0, 500]), np.array([kv_len]), 1, None, pages)
+    decoded = tiles[spec.decoded_offset :][: tiles[NUM_DECODED]]
+    np.testing.assert_array_equal(decoded, np.arange((kv_len - 500 - 299) // 32, kv_len // 32) + 1)
+    table = tiles[spec.tiles_offset(2) :][: tiles[2] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
+    assert table[0, fields.ROW] < 0
+
+
+def check_decoded_pages(rng: np.random.Generator, spec: TileSpec, capacity: int) -> None:
     cu, kv_lens, num_seqs = draw(rng, spec)
     num_rows = int(num_seqs[0])
     pages = rng.integers(0, 300, (12, 200)).astype(np.int32)
@@ -243,7 +310,7 @@ def test_long_rows_read_decoded_pages(capacity: int, seed: int) -> None:
     decoded = out[spec.decoded_offset :][: out[NUM_DECODED]]
     assert len(set(decoded.tolist())) == len(decoded) <= capacity, "a page is decoded twice"
     wanted = [-(-int(kv_lens[row]) // 32) for row in range(num_rows) if cu[row + 1] - cu[row] > 96]
-    if sum(wanted) <= capacity:
+    if sum(wanted) <= capacity and (spec.window is None or spec.window >= 96):
         table = out[spec.tiles_offset(1) :][: out[1] * NUM_FIELDS].reshape(-1, NUM_FIELDS)
         assert not any(cu[row + 1] - cu[row] > 96 for row in table[:, fields.ROW].tolist())
 

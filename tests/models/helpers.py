@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs import KV_PAGES_SPEC, DenseAttention, Model, ModelConfig, PagedAttention, RaggedBatch
 from model_defs.sharding import tensor_parallel_size
-from pallas_kernels.ragged_paged_attention import build_tiles, tile_spec
+from pallas_kernels.ragged_paged_attention import TileSpec, build_tiles, tile_spec
 
 GOLDEN = Path(__file__).parent / "golden"
 VARIANTS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -59,7 +59,7 @@ class PagedStep:
         self.capacity, self.max_num_rows = capacity, max_num_rows
         self.pages_per_row, self.num_pages = pages_per_row, num_pages
         self.replicated = NamedSharding(mesh, PartitionSpec())
-        self.spec = make_tile_spec(config, mesh, capacity, max_num_rows, dtype, "xla")
+        self.specs = make_tile_specs(config, mesh, capacity, max_num_rows, dtype, "xla")
         graph, state = nnx.split(model)
         self.leaves, treedef = jax.tree.flatten(state)
         pool_shape = (num_pages, PAGE_SIZE, 2 * config.num_kv_heads, config.head_dim)
@@ -77,7 +77,7 @@ class PagedStep:
             batch: RaggedBatch,
         ) -> tuple[jax.Array, list[jax.Array]]:
             merged = nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
-            attention = PagedAttention(pools, batch, mesh=mesh, tile_spec=self.spec, backend="xla")
+            attention = PagedAttention(pools, batch, mesh=mesh, tile_specs=self.specs, backend="xla")
             hidden = merged(token_ids, positions, attention)
             return merged.compute_logits(hidden), attention.kv_pages
 
@@ -87,7 +87,7 @@ class PagedStep:
             [abstract(pool) for pool in self.pools],
             tokens,
             tokens,
-            abstract_batch(self.replicated, capacity, max_num_rows, pages_per_row, self.spec.tiles_len),
+            abstract_batch(self.replicated, capacity, max_num_rows, pages_per_row, self.specs),
         )
         self.compiled = lowered.compile()
 
@@ -109,27 +109,33 @@ class PagedStep:
             kv_lens[row] = start + len(ids)
             page_indices[row, : len(pages)] = pages
         num_seqs = np.array([len(rows)], np.int32)
-        tiles = build_tiles(self.spec, cu_q_lens, kv_lens, num_seqs)
+        tiles = tuple(build_tiles(spec, cu_q_lens, kv_lens, num_seqs) for spec in self.specs)
         batch = RaggedBatch(write_slots, kv_lens, page_indices, cu_q_lens, num_seqs, tiles)
         args = jax.device_put((token_ids, positions, batch), self.replicated)
         logits, self.pools = self.compiled(self.leaves, self.pools, *args)
         return np.split(np.asarray(logits)[: ends[-1]], ends[:-1])
 
 
-def make_tile_spec(
+def make_tile_specs(
     config: ModelConfig, mesh: Any, num_tokens: int, max_num_rows: int, dtype: str, backend: Any
-) -> Any:
-    """Return the per-shard tile spec of a step."""
+) -> tuple[TileSpec, ...]:
+    """Return the per-shard tile specs of a step, one for each distinct window."""
     tp = tensor_parallel_size(mesh)
-    return tile_spec(
-        num_tokens=num_tokens,
-        max_num_seqs=max_num_rows,
-        num_q_heads=config.num_heads // tp,
-        num_kv_heads=config.num_kv_heads // tp,
-        head_dim=config.head_dim,
-        page_size=PAGE_SIZE,
-        dtype=dtype,
-        backend=backend,
+    return tuple(
+        tile_spec(
+            num_tokens=num_tokens,
+            max_num_seqs=max_num_rows,
+            num_q_heads=config.num_heads // tp,
+            num_kv_heads=config.num_kv_heads // tp,
+            head_dim=config.head_dim,
+            page_size=PAGE_SIZE,
+            dtype=dtype,
+            backend=backend,
+            window=window,
+            softcap=config.attention_softcap,
+            has_sinks=config.has_sinks,
+        )
+        for window in config.windows
     )
 
 
@@ -139,8 +145,12 @@ def abstract(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def abstract_batch(
-    sharding: NamedSharding, num_tokens: int, num_rows: int, pages_per_row: int, tiles_len: int
+    sharding: NamedSharding, num_tokens: int, num_rows: int, pages_per_row: int, specs: Sequence[TileSpec]
 ) -> RaggedBatch:
     """Return the shapes of a step's metadata."""
-    shapes = ((num_tokens,), (num_rows,), (num_rows, pages_per_row), (num_rows + 1,), (1,), (tiles_len,))
-    return RaggedBatch(*(jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes))
+
+    def of(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    rows = of(num_rows), of(num_rows, pages_per_row), of(num_rows + 1), of(1)
+    return RaggedBatch(of(num_tokens), *rows, tuple(of(spec.tiles_len) for spec in specs))

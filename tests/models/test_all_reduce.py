@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from model_defs import ModelConfig, make_mesh, preset, random_model
-from model_defs.all_reduce import AllReduce, SumSpec, summing
+from model_defs.all_reduce import AllReduce, PartialSums, SumSpec, add_terms, finish_sum, summing
 from pallas_kernels import all_reduce
 from tests.models.helpers import dense_logits
 
 CONFIGS = {
     "llama_biases": preset("llama-tiny", attention_bias=True, mlp_bias=True),
     "llama_one_bias": preset("llama-tiny", attention_bias=True),
+    "experts": preset("qwen3_moe-tiny"),
     "opt": preset("opt-tiny"),
     "opt_post_norm": preset("opt-tiny", pre_norm=False, final_norm=False, word_embed_dim=32),
     "opt_not_affine": preset("opt-tiny", norm_affine=False),
@@ -25,6 +26,7 @@ CONFIGS = {
 IN_SHORT = {
     ("llama_one_bias", False),
     ("llama_biases", True),
+    ("experts", False),
     ("opt_post_norm", True),
     ("opt_not_affine", False),
 }
@@ -83,6 +85,45 @@ def test_logits_equal_those_of_xlas_sums(
     num_sums = 2 * config.num_layers - config.pre_norm  # in post-norm layers a norm follows the last one too
     kind = "layer" if config.architecture == "opt" else "rms"
     assert norms == [(shares, kind, arrays) for arrays in arrays_of(config) * config.num_layers][:num_sums]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_sums_with_norm"),
+    [
+        ("cohere2-tiny", 1),  # both blocks of a layer in one sum, and the last one before no norm
+        pytest.param("gemma3-tiny", 0, marks=pytest.mark.long),  # norms of outputs need whole sums
+        pytest.param("olmo2-tiny", 0, marks=pytest.mark.long),
+    ],
+)
+def test_layers_of_other_structures(
+    name: str, num_sums_with_norm: int, norms: list[tuple[bool, str, set[str]]]
+) -> None:
+    config, mesh = preset(name), make_mesh(2)
+    model = random_model(config, dtype="float32", mesh=mesh)
+    expected = dense_logits(model, TOKEN_IDS)
+    capacity = len(TOKEN_IDS) * config.hidden_size * 4  # bytes
+    with summing(AllReduce(SumSpec("xla", capacity), jnp.zeros((2, 14), jnp.int32), mesh)):
+        found = dense_logits(model, TOKEN_IDS)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    assert len(norms) == num_sums_with_norm
+
+
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (True, True)])
+def test_terms_that_are_added_take_one_sum(biases: tuple[bool, bool]) -> None:
+    """Partial sums stay partial, and each of the terms keeps its bias."""
+    sums = AllReduce(SumSpec("xla", 4096), jnp.zeros((2, 14), jnp.int32), make_mesh(2))
+    rng = np.random.default_rng(1)
+    parts, terms = rng.normal(size=(2, 2, 3, 128)).astype(np.float32), []
+    for part, has_bias in zip(parts, biases, strict=True):
+        bias = jnp.asarray(rng.normal(size=128), jnp.float32) if has_bias else None
+        terms.append(PartialSums(sums, jnp.asarray(part), bias))
+    whole = [finish_sum(term) for term in terms]
+    both = add_terms(*terms)
+    assert isinstance(both, PartialSums)
+    np.testing.assert_allclose(finish_sum(both), whole[0] + whole[1], rtol=1e-6, atol=1e-6)
+    mixed = add_terms(terms[0], whole[1].astype(jnp.bfloat16))
+    assert not isinstance(mixed, PartialSums) and mixed.dtype == jnp.float32
+    np.testing.assert_allclose(mixed, whole[0] + whole[1], atol=0.05)
 
 
 @pytest.mark.parametrize(("num_tokens", "shares"), [(64, False), (66, False), (68, True)])

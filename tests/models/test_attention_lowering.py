@@ -35,7 +35,7 @@ def lowered(num_layers: int, backend: str, num_devices: int, kv_dtype: str | Non
     assert (spec.scratch_pages > 0) == (kv_dtype is not None)
 
     def run(leaves: list[jax.Array], pools: list[jax.Array], x: jax.Array, batch: RaggedBatch) -> object:
-        attention = PagedAttention(pools, batch, mesh=mesh, tile_spec=spec, backend=backend)
+        attention = PagedAttention(pools, batch, mesh=mesh, tile_specs=(spec,), backend=backend)
         positions = jnp.zeros(num_tokens, jnp.int32)
         model = structure.merge(leaves)
         return model.run_layers(x, positions, attention, 0, num_layers), attention.kv_pages
@@ -49,7 +49,7 @@ def lowered(num_layers: int, backend: str, num_devices: int, kv_dtype: str | Non
         of(num_tokens, PAGES_A_ROW),
         of(num_tokens + 1),
         of(1),
-        of(spec.tiles_len),
+        (of(spec.tiles_len),),
     )
     page = page_shape(kv_dtype, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     pool = of(NUM_PAGES, *page, dtype=jnp.bfloat16 if kv_dtype is None else jnp.int8)

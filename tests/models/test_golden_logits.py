@@ -1,30 +1,36 @@
 """Logits of tiny checkpoints equal those transformers computed, dense and through the paged pool."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from model_defs import load_model, make_mesh
+from scripts.dev import make_golden_logits
 from tests.models.helpers import GOLDEN, VARIANTS, PagedStep, dense_logits, golden
 
 TOLERANCE = 1e-4
-IN_SHORT = {"llama_gqa_linear", "mistral_window", "opt_post_norm", "qwen3_gqa"}  # paged as well
+IN_SHORT = {  # paged as well
+    "llama_gqa_linear",
+    "mistral_short_window",
+    "qwen2_late_window",
+    "phi3_long",
+    "gpt2_tied",
+    "granite_tied",
+    "ministral3_growth",
+    "olmo2_bias",
+    "cohere2_bias",
+    "gemma2_window",
+    "opt_post_norm",
+    "qwen3_gqa",
+    "qwen3_moe_raw",
+}
 
 
 def test_every_variant_is_there() -> None:
-    assert VARIANTS == [
-        "llama3_tied",
-        "llama_default",
-        "llama_gqa_linear",
-        "llama_yarn",
-        "mistral_gqa",
-        "mistral_window",
-        "opt_post_norm",
-        "opt_pre_norm",
-        "qwen2_tied",
-        "qwen2_untied",
-        "qwen3_bias",
-        "qwen3_gqa",
-    ]
+    assert sorted(make_golden_logits.VARIANTS) == VARIANTS
+    seeds = [variant.seed for variant in make_golden_logits.VARIANTS.values() if variant.seed is not None]
+    assert len(set(seeds)) == len(seeds) and min(seeds) > len(VARIANTS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -50,6 +56,30 @@ def test_paged_over_several_steps(variant: str) -> None:
     got.append(chunk)
     got.append(step([(token_ids[22:], 22, first)])[0])
     np.testing.assert_allclose(np.concatenate(got), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "mistral_short_window",
+        "qwen2_late_window",
+        "qwen3_early_window",
+        "cohere2_window",
+        "gemma2_window",
+        "gemma3_ropes",
+        "olmo3_window",
+        "smollm3_window",
+    ],
+)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_window_that_is_off_by_one_is_found(variant: str, change: int) -> None:
+    token_ids, expected = golden(variant)
+    model = load_model(GOLDEN / variant, dtype="float32", mesh=make_mesh(1))
+    for layer in model.layers:
+        if (window := layer.options.window) is not None:
+            assert 3 * window < len(token_ids)
+            layer.options = dataclasses.replace(layer.options, window=window + change)
+    assert np.abs(dense_logits(model, token_ids) - expected).max() > 100 * TOLERANCE
 
 
 def test_recompute_as_a_second_query_range() -> None:

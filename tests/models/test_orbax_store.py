@@ -71,7 +71,26 @@ def test_converted_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("variant", ["qwen2_tied", "qwen3_bias", "mistral_window"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "qwen2_tied",
+        "qwen3_bias",
+        "mistral_window",
+        "olmo2_gqa",
+        "phi3_long",
+        "gpt2_tied",
+        "qwen3_moe_raw",
+        pytest.param("granite_tied", marks=pytest.mark.long),
+        pytest.param("ministral3_growth", marks=pytest.mark.long),
+        pytest.param("glm4_yarn", marks=pytest.mark.long),
+        pytest.param("smollm3_window", marks=pytest.mark.long),
+        pytest.param("olmo3_window", marks=pytest.mark.long),
+        pytest.param("cohere2_bias", marks=pytest.mark.long),
+        "gemma3_ropes",
+        pytest.param("gemma2_window", marks=pytest.mark.long),
+    ],
+)
 def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
     """A round trip keeps all of the config, onto one device and onto two."""
     convert(str(GOLDEN / variant), tmp_path / "target", "float32")
@@ -84,14 +103,30 @@ def test_families_survive_conversion(tmp_path: Path, variant: str) -> None:
 
 
 def test_a_save_without_a_newer_field_loads(saved: Path, tmp_path: Path) -> None:
-    """Missing fields have their defaults."""
+    """Missing fields have their defaults. Older saves have one `rope`, and a `sliding_window`."""
     older = damage(saved, tmp_path / "copy")
     values = json.loads((older / "model_config.json").read_text())
-    del values["config"]["sliding_window"]
+    for name in ("layer_kinds", "attention_scale", "attention_softcap", "has_sinks"):
+        del values["config"][name]
+    values["config"] |= {"rope": values["config"].pop("ropes")[0], "sliding_window": None}
     (older / "model_config.json").write_text(json.dumps(values))
     assert load_config(older) == load_config(saved)
     assert model_fingerprint(load_config(older), older) == model_fingerprint(load_config(saved), saved)
     load_model(older, mesh=make_mesh(1))
+
+
+def test_an_older_save_with_a_window(saved: Path, tmp_path: Path) -> None:
+    """It is that of all layers, unless the family gives it to some: then the save does not say which."""
+    convert(str(GOLDEN / "mistral_window"), tmp_path / "source", "float32")
+    for name, change in (("mistral", {}), ("qwen3", {"architecture": "qwen3"})):
+        older = damage(tmp_path / "source", tmp_path / name, **change)
+        values = json.loads((older / "model_config.json").read_text())
+        del values["config"]["layer_kinds"]
+        values["config"] |= {"rope": values["config"].pop("ropes")[0], "sliding_window": 48}
+        (older / "model_config.json").write_text(json.dumps(values))
+    assert load_config(tmp_path / "mistral") == load_config(tmp_path / "source")
+    with pytest.raises(UnsupportedModelError, match=r"sliding_window=48 does not say which .* convert the"):
+        load_config(tmp_path / "qwen3")
 
 
 def test_a_save_of_an_unknown_family_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -164,13 +199,21 @@ def test_disagreement_names_the_parameter(
         ("num_layers", True, "num_layers=True must be a positive integer"),
         ("tie_word_embeddings", "no", "tie_word_embeddings='no' must be true or false"),
         ("bos_token_id", "x", "bos_token_id='x' must be an integer or null"),
-        ("sliding_window", "x", "sliding_window='x' must be an integer or null"),
+        ("sliding_window", "x", "window='x' must be a positive integer, or null"),
+        ("layer_kinds", [{"window": 0}, {}], "window=0 must be a positive integer, or null"),
+        ("layer_kinds", [{}], "layer_kinds has 1 entries; it must have num_layers=2"),
+        ("layer_kinds", [{"rope": 1}, {}], "rope=1 must be below 1, the number of ropes"),
+        ("layer_kinds", [{"size": 1}, {}], "not a model config of this version: .*size"),
+        ("ropes", [], r"ropes=\(\) must have at least one entry"),
+        ("attention_softcap", 0, "attention_softcap=0 must be a finite number above 0, or null"),
+        ("attention_scale", "x", "attention_scale='x' must be a finite number above 0, or null"),
+        ("has_sinks", 1, "has_sinks=1 must be true or false"),
         ("eos_token_ids", ["a"], r"eos_token_ids=\('a',\) must be integers"),
         ("architecture", ["llama"], r"architecture=\['llama'\] must be a string"),
-        ("rope", {"theta": "1e6"}, "rope.theta='1e6' must be a finite number"),
-        ("rope", {"theta": 0}, "rope.theta=0 must be above 0"),
-        ("rope", {"truncate": 1}, "rope.truncate=1 must be true or false"),
-        ("rope", {"original_max_positions": 0.5}, "rope.original_max_positions=0.5 must be an integer"),
+        ("ropes", [{"theta": "1e6"}], "rope.theta='1e6' must be a finite number"),
+        ("ropes", [{"theta": 0}], "rope.theta=0 must be above 0"),
+        ("ropes", [{"truncate": 1}], "rope.truncate=1 must be true or false"),
+        ("ropes", [{"original_max_positions": 0.5}], "rope.original_max_positions=0.5 must be an integer"),
     ],
 )
 def test_a_value_of_another_kind_is_named_before_anything_is_read(

@@ -6,13 +6,14 @@ they turn 1,000, 100, 10 times and once, so turns map easily to indices among th
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model_defs import RopeConfig
-from model_defs.rope import cos_sin, inverse_frequencies, rotate
+from model_defs import RopeConfig, UnsupportedModelError
+from model_defs.rope import cos_sin, inverse_frequencies, rotate, rotation
 
 PLAIN = np.array([1.0, 0.1, 0.01, 0.001])
 # Between 300 turns, at index 3 - log10(300) = 0.5229, and 3 turns, at 2.5229.
@@ -62,6 +63,25 @@ def test_yarn_of_a_ramp_without_width_is_a_step() -> None:
     assert_stretched(dataclasses.replace(YARN, original_max_positions=3, beta_slow=1.0), [0, 1, 1, 1])
 
 
+def test_longrope_divides_each_frequency_by_its_factor() -> None:
+    factors = {"short_factors": (1.0, 2.0, 4.0, 5.0), "long_factors": (1.0, 10.0, 20.0, 50.0)}
+    rope = RopeConfig("longrope", 1e4, original_max_positions=100, **factors)
+    for context, expected in ((100, factors["short_factors"]), (101, factors["long_factors"])):
+        np.testing.assert_allclose(
+            inverse_frequencies(rope.in_context(context), 8), PLAIN / expected, rtol=1e-6
+        )
+    with pytest.raises(AssertionError, match="longrope of no context"):
+        inverse_frequencies(rope, 8)
+
+
+def test_a_part_of_a_head_has_the_frequencies_of_a_smaller_head() -> None:
+    np.testing.assert_array_equal(
+        inverse_frequencies(RopeConfig(rotary_fraction=0.5), 16), inverse_frequencies(RopeConfig(), 8)
+    )
+    yarn = dataclasses.replace(YARN, rotary_fraction=0.25)
+    np.testing.assert_array_equal(inverse_frequencies(yarn, 32), inverse_frequencies(YARN, 8))
+
+
 def test_the_attention_factor_is_of_cos_and_sin() -> None:
     cos, sin = cos_sin(jnp.array([0, 2]), PLAIN.astype(np.float32), 0.7)
     np.testing.assert_allclose(cos[:, 0], 0.7 * np.cos(np.outer([0, 2], PLAIN)), rtol=1e-5)
@@ -77,3 +97,39 @@ def test_rotate_pairs_halves(quarter_turns: int) -> None:
     )
     expected = {1: [-3.0, 2.0, 1.0, 4.0], 2: [-1.0, 2.0, -3.0, 4.0]}[quarter_turns]
     np.testing.assert_allclose(turned[0, 0], expected, atol=1e-6)
+
+
+def test_elements_behind_the_rotated_ones_stay() -> None:
+    x = np.random.default_rng(0).normal(size=(3, 2, 10)).astype(np.float32)
+    rotation = cos_sin(jnp.arange(3), np.array([0.5, 0.1, 0.02], np.float32), 1.0)
+    turned = np.asarray(rotate(jnp.asarray(x), *rotation))
+    np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+    np.testing.assert_array_equal(turned[..., :6], rotate(jnp.asarray(x[..., :6]), *rotation))
+
+
+def test_queries_grow_with_the_periods_of_their_positions() -> None:
+    rope = RopeConfig("yarn", 1e4, 4.0, 100, query_growth=0.5)
+    positions = jnp.array([0, 99, 100, 250])
+    queries, keys = rotation(positions, rope, 8)
+    scale = 1 + 0.5 * np.log([1.0, 1.0, 2.0, 3.0])
+    for grown, plain in zip(queries, keys, strict=True):
+        np.testing.assert_allclose(grown, plain * scale[:, None, None], rtol=1e-6)
+    plain = rotation(positions, dataclasses.replace(rope, query_growth=None), 8)
+    np.testing.assert_array_equal(plain.queries, plain.keys)
+    np.testing.assert_array_equal(plain.keys, keys)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"query_growth": 0.0}, "rope.query_growth=0.0 must be a finite number above 0, or null"),
+        ({"query_growth": "1"}, "rope.query_growth='1' must be a finite number above 0, or null"),
+        (
+            {"query_growth": 0.1, "original_max_positions": 0},
+            "original_max_positions=0 must be above 0 with a",
+        ),
+    ],
+)
+def test_wrong_values_of_growth_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        dataclasses.replace(YARN, **fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,11 @@ def calls(monkeypatch, added):
     """Record the kernel's calls, with XLA as a stand-in; it supports up to eight rows."""
     found = []
 
-    def product(x, w, bias, *, gated, relu, backend):
+    def product(x, w, bias, *, gated, relu, backend, activation="silu"):
         found.append((x.shape, w.shape, gated, backend))
         added.append((bias is not None, relu))
         assert not (gated and (relu or bias is not None)), "what the kernel has not"
-        return decode_matmul_by_xla(x, w, bias, gated=gated, relu=relu, backend="xla")
+        return decode_matmul_by_xla(x, w, bias, gated=gated, activation=activation, relu=relu, backend="xla")
 
     decode_matmul_by_xla = decode_matmul.decode_matmul
     monkeypatch.setattr(decode_matmul, "supports", lambda num_rows, *_, **__: num_rows <= 8)
@@ -65,6 +66,11 @@ def run(module, num_rows, backend=None):
         return jax.tree.leaves(jax.jit(lambda x: whole(module(x)))(x))  # traced anew
 
 
+def gelu_mlp(build):
+    """Make a gated MLP of another function."""
+    return GatedMLP(dataclasses.replace(build, config=preset("llama-tiny", activation="geglu_tanh")))
+
+
 def whole(y):
     """Add up partial sums, and return anything else unchanged."""
     return finish_sum(y) if isinstance(y, PartialSums) else y
@@ -72,8 +78,8 @@ def whole(y):
 
 @pytest.mark.parametrize(
     "make",
-    [GatedMLP, lambda b: FusedQKV(b, bias=False), lambda b: FusedQKV(b, bias=True)],
-    ids=["mlp", "qkv", "qkv with biases"],
+    [GatedMLP, gelu_mlp, lambda b: FusedQKV(b, bias=False), lambda b: FusedQKV(b, bias=True)],
+    ids=["mlp", "gelu mlp", "qkv", "qkv with biases"],
 )
 def test_same_numbers(make, calls):
     module = filled(make(build()))
@@ -83,6 +89,14 @@ def test_same_numbers(make, calls):
         np.testing.assert_allclose(one.astype(np.float32), other.astype(np.float32), rtol=0.05, atol=0.02)
         assert one.shape == other.shape and one.dtype == other.dtype
     assert calls and all(backend == "pallas_mosaic_gpu" for *_, backend in calls)
+
+
+def test_a_gate_that_the_kernel_does_not_have_follows_a_plain_product(calls):
+    module, x = filled(Linear(build(), (64,), (2, 128))), jnp.ones((8, 64), jnp.bfloat16)
+    with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
+        found = {gate: module.gated(x, gate) for gate in ("silu", "gelu_tanh", "gelu")}
+    assert [gated for *_, gated, _ in calls] == [True, True, False]
+    assert len({np.asarray(y, np.float32).tobytes() for y in found.values()}) == 3
 
 
 def test_which_products(calls):
@@ -115,8 +129,9 @@ def test_the_kernel_is_asked_with_the_size_of_the_result(
         return False
 
     monkeypatch.setattr(decode_matmul, "supports", supports)
+    gate = "silu" if gated else None
     with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
-        assert small_batch_matmul.product(8, shape, num_in_dims, jnp.bfloat16, gated=gated) is None
+        assert small_batch_matmul.product(8, shape, num_in_dims, jnp.bfloat16, gate=gate) is None
     assert asked == [((8, depth, width), {"gated": gated, "dtype": jnp.bfloat16})]
 
 

@@ -5,11 +5,21 @@ change for an existing model, whatever is added to `ModelConfig`.
 """
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
 
-from model_defs import load_config, load_model, make_mesh, model_fingerprint, preset, weights_digest
+from model_defs import (
+    LayerKind,
+    RopeConfig,
+    load_config,
+    load_model,
+    make_mesh,
+    model_fingerprint,
+    preset,
+    weights_digest,
+)
 from model_defs.parameters import named_parameters
 from tests.models.helpers import GOLDEN
 
@@ -54,6 +64,34 @@ PARAMETER_NAMES = {"llama-tiny": "e973407a0510", "opt-tiny": "24f2ec6c0d51"}
 def test_presets_keep_their_fingerprints(name: str) -> None:
     assert model_fingerprint(preset(name), f"random:{name}", seed=3) == PRESET_FINGERPRINTS[name]
     assert weights_digest(f"random:{name}", seed=3) == f"random:{name}#3"
+
+
+def test_what_layers_do_enters_the_fingerprint() -> None:
+    """Plain kinds do not, however they are written."""
+    name = "qwen3-tiny"
+    windowed = (LayerKind(window=32), LayerKind())
+    changes: list[dict[str, Any]] = [
+        {},
+        {"layer_kinds": windowed},
+        {"layer_kinds": windowed[::-1]},
+        {"layer_kinds": (LayerKind(window=33), LayerKind())},
+        {"layer_kinds": (LayerKind(rope=None), LayerKind())},
+        {"attention_scale": 0.125},
+        {"attention_softcap": 50.0},
+        {"has_sinks": True},
+        {"ropes": (RopeConfig(), RopeConfig(theta=1e6))},
+        {"ropes": (RopeConfig(theta=1e6), RopeConfig())},
+        {
+            "ropes": (RopeConfig(), RopeConfig(theta=1e6)),
+            "layer_kinds": (LayerKind(rope=1), LayerKind()),
+        },
+    ]
+    found = [model_fingerprint(preset(name, **change), f"random:{name}") for change in changes]
+    assert len(set(found)) == len(found)
+    plain = preset(name, layer_kinds=(LayerKind(),) * 2)
+    assert plain == preset(name) and model_fingerprint(plain, f"random:{name}") == found[0]
+    shorter = preset(name, layer_kinds=windowed, max_position_embeddings=16)
+    assert model_fingerprint(shorter, f"random:{name}") == found[1], "the served context does not count"
 
 
 @pytest.mark.parametrize("variant", DIRECTORY_FINGERPRINTS)

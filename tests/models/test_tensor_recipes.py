@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model_defs import preset
-from model_defs.tensor_recipes import attention_recipes, gated_mlp_recipes
+from model_defs.tensor_recipes import attention_recipes, from_one_tensor, gated_mlp_recipes, transposed
 
 CONFIG = preset("llama-tiny")
 HALF_CONFIG = dataclasses.replace(
@@ -35,6 +35,48 @@ def test_halves_of_the_tensors_are_assembled_as_halves_of_the_whole(name):
     parts = [np.asarray(half.assemble(*(one[index] for one in split))) for index in range(2)]
     (axis,) = (axis for axis, size in enumerate(expected.shape) if parts[0].shape[axis] != size)
     np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
+
+
+@pytest.mark.parametrize("name", ["qkv.proj.kernel", "mlp.gate_up.kernel", "qkv.proj.bias"])
+def test_sections_of_one_tensor_are_the_tensors_of_the_recipe(name):
+    recipe = WHOLE[name]
+    fused = from_one_tensor(recipe, "one")
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in recipe.shapes]
+    one = np.concatenate(tensors, recipe.split_axis)
+    assert set(fused.names) == {"one"} and set(fused.shapes) == {one.shape}
+    for (begin, end), tensor in zip(fused.sections, tensors, strict=True):
+        np.testing.assert_array_equal(one[begin:end], tensor)
+
+
+def test_transposed_tensors_are_split_along_the_other_axis():
+    recipe = from_one_tensor(transposed(WHOLE["qkv.proj.kernel"]), "one")
+    plain = WHOLE["qkv.proj.kernel"]
+    assert recipe.assemble is not None and plain.assemble is not None and recipe.split_axis == 1
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in plain.shapes]
+    one = np.concatenate(tensors).T
+    assert set(recipe.shapes) == {one.shape}
+    parts = [one[:, begin:end] for begin, end in recipe.sections]
+    np.testing.assert_array_equal(recipe.assemble(*parts), plain.assemble(*tensors))
+
+
+def test_adjacent_pairs_become_pairs_of_halves():
+    """The first elements of a query or key are put in the order of `rotate`; values keep theirs."""
+    dim, num = CONFIG.head_dim, CONFIG.head_dim // 2
+    recipes = {
+        n: attention_recipes(CONFIG, "o_proj", num_adjacent=n)["qkv.proj.kernel"] for n in (0, num, dim)
+    }
+    rng = np.random.default_rng(1)
+    tensors = [rng.normal(size=shape).astype(np.float32) for shape in recipes[0].shapes]
+    plain, part, whole = (np.asarray(recipe.assemble(*tensors)) for recipe in recipes.values())
+    np.testing.assert_array_equal(part[:, :, -1], plain[:, :, -1])
+    np.testing.assert_array_equal(whole[:, :, -1], plain[:, :, -1])
+    for index in range(num // 2):
+        np.testing.assert_array_equal(part[:, :, :-1, index], plain[:, :, :-1, 2 * index])
+        np.testing.assert_array_equal(part[:, :, :-1, num // 2 + index], plain[:, :, :-1, 2 * index + 1])
+    np.testing.assert_array_equal(part[..., num:], plain[..., num:])
+    np.testing.assert_array_equal(whole[:, :, :-1, dim // 2 :], plain[:, :, :-1, 1::2])
 
 
 def test_biases_of_outputs_are_not_split():

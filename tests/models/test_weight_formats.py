@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_kept_weights_give_the_same_products(
     x = jnp.asarray(np.random.default_rng(9).integers(-3, 4, (5, *ins)), jnp.float32)
     np.testing.assert_array_equal(kept(x), plain(x))
     if outs[0] == 2:
-        np.testing.assert_allclose(kept.gated(x), plain.gated(x), rtol=1e-6)
+        np.testing.assert_allclose(kept.gated(x, "silu"), plain.gated(x, "silu"), rtol=1e-6)
 
 
 @pytest.mark.parametrize("planted", ["twice", "left out"])
@@ -167,6 +168,7 @@ def test_small_steps_ask_the_kernel(
 
     def product(x: Any, codes: Any, scale: Any, bias: Any, *, backend: str, **options: Any) -> jax.Array:
         calls.append((x.shape, codes.shape, scale.shape, options["gated"], backend))
+        assert options["activation"] == "silu"
         return by_xla(x, codes, scale, bias, backend="xla", **options)
 
     monkeypatch.setattr(byte_matmul, "supports", lambda num_rows, *_, **__: num_rows <= 8)
@@ -177,7 +179,7 @@ def test_small_steps_ask_the_kernel(
     )
     x = jnp.asarray(np.random.default_rng(9).integers(-3, 4, (5, *ins)), jnp.bfloat16)
     gated = outs[0] == 2
-    run = module.gated if gated else module
+    run = functools.partial(module.gated, gate="silu") if gated else module
     expected = run(x)
     with small_batch_matmul.multiplying_by("pallas_mosaic_gpu"):
         found = run(x)
@@ -199,7 +201,7 @@ def test_which_weights_are_kept(name: str) -> None:
     """Those of projections in layers; random weights are drawn as always, and then become codes."""
     plain = load_model(f"random:{name}", dtype="float32", mesh=make_mesh(1), seed=3)
     model = load_model(f"random:{name}", dtype="float32", mesh=make_mesh(1), seed=3, weights_dtype="int8")
-    assert (model.compute_dtype, model.weights_dtype) == (jnp.float32, "int8")
+    assert (model.dtype, model.weights_dtype) == (jnp.float32, "int8")
     assert source_names(model) == [one for one, _ in named_parameters(plain)]
     expected, found = values(plain), values(model)
     for one, value in expected.items():
@@ -260,7 +262,7 @@ def test_saved_codes_are_restored(saved: dict[str | None, Path], name: str) -> N
     assert_same(made, expected)
     assert [call[0] for call in calls] == list(range(1, calls[-1][1] + 1))
     assert load_config(saved[name]).dtype == "float32", "that of the computation"
-    assert load_model(saved[name], dtype="bfloat16", mesh=make_mesh(1)).compute_dtype == jnp.bfloat16
+    assert load_model(saved[name], dtype="bfloat16", mesh=make_mesh(1)).dtype == jnp.bfloat16
 
 
 def test_a_directory_of_the_older_version_loads(saved: dict[str | None, Path], tmp_path: Path) -> None:
@@ -322,3 +324,16 @@ def test_a_checkpoint_of_hugging_face(tmp_path: Path) -> None:
         save_parameters(plain, path, weights_digest="d")
         assert_same(load_model(path, mesh=make_mesh(1), weights_dtype="int8"), kept)
     assert dataclasses.replace(kept.config, max_position_embeddings=48) == load_config(GOLDEN / variant)
+
+
+def test_mixtures_of_experts_and_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
+    """Experts would keep their dtype in silence, and codes would be rounded a second time."""
+    with pytest.raises(UnsupportedModelError, match="must be None for a mixture of experts"):
+        load_model("random:mixtral-tiny", mesh=make_mesh(1), weights_dtype="int8")
+    source = shutil.copytree(GOLDEN / "qwen3_bias", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="whose weights are quantized already"):
+        source_weights_dtype(source, "int8")
+    assert source_weights_dtype(source, None) is None

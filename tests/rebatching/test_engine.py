@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from model_defs import UnsupportedModelError, preset
+from model_defs import LayerKind, UnsupportedModelError, abstract_model, make_mesh, preset
 from pensieve_jax import (
     ConfigError,
     ContextLengthError,
@@ -305,8 +305,10 @@ def test_an_unsupported_model_is_refused():
     with pytest.raises(ConfigError, match="attention_backend"):
         backend = RebatchingConfig(attention_backend="pallas_mosaic_gpu")
         PaddedLLM("random:llama-tiny", config=backend, progress=False)
-    with pytest.raises(UnsupportedModelError, match="sliding_window"):
-        preset("llama-tiny", sliding_window=16)
+    windowed = preset("llama-tiny", layer_kinds=(LayerKind(), LayerKind(window=16)))
+    model = abstract_model(windowed, dtype="auto", mesh=make_mesh(1))
+    with pytest.raises(UnsupportedModelError, match=r"window=16 is not .* padded batches; set .* at most 16"):
+        DeviceRunner(model, RebatchingConfig(), make_mesh(1), "float32")
 
 
 def test_a_model_without_a_tokenizer_takes_ids(llm, monkeypatch):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model_defs.config import MAX_WINDOWS
 from pensieve_jax.config import EngineConfig, SchedulerConfig
 from pensieve_jax.scheduler import PlanLayout, StepPlan, bucket_for, bucket_layout, token_buckets
 from pensieve_jax.scheduler.buckets import step_limit
-from pensieve_jax.scheduler.plan import FIELDS
+from pensieve_jax.scheduler.plan import FIELDS, MAX_TILE_LISTS
 
 LAYOUT = PlanLayout(
-    num_tokens=64, max_num_rows=8, pages_per_row=5, max_num_samples=4, max_num_banned=3, tiles_len=11
+    num_tokens=64, max_num_rows=8, pages_per_row=5, max_num_samples=4, max_num_banned=3, tiles_lens=(11,)
 )
 
 
@@ -25,7 +28,19 @@ def test_fields_fill_the_buffer_in_order_at_aligned_offsets():
         assert end <= field.offset < end + 64 and field.offset * field.dtype.itemsize % 256 == 0
         end = field.offset + field.size
     assert LAYOUT.size == end
-    assert hash(LAYOUT) == hash(PlanLayout(64, 8, 5, 4, 3, 11)) and PlanLayout(64, 8, 5, 4, 3, 11) == LAYOUT
+    assert hash(LAYOUT) == hash(again := PlanLayout(64, 8, 5, 4, 3, (11,))) and again == LAYOUT
+
+
+def test_a_plan_has_a_tile_list_for_each_window():
+    """A layout without a second window leaves no room for it, so its plans are as small as before."""
+    both = dataclasses.replace(LAYOUT, tiles_lens=(11, 70))
+    plan = StepPlan(both, 0, 99)
+    assert [len(tiles) for tiles in plan.tiles] == [11, 70]
+    assert [len(tiles) for tiles in StepPlan(LAYOUT, 0, 99).tiles] == [11]
+    plan.tiles[0][:], plan.tiles[1][:] = 1, 2
+    assert plan.tiles_0.sum() == 11 and plan.tiles_1.sum() == 140 and plan.buffer[plan.buffer != 0].size
+    assert both.fields["tiles_1"].offset % 64 == 0 and both.size - LAYOUT.size == 128
+    assert MAX_TILE_LISTS == MAX_WINDOWS
 
 
 def test_every_field_is_a_view_of_its_own_words():
@@ -59,7 +74,8 @@ def test_the_table_names_every_field_in_order():
     assert list(shapes.items()) == [
         *((name, tokens) for name in ("token_ids", "prev_samples", "positions", "write_slots")),
         *(("cu_q_lens", (9, "int32")), ("kv_lens", rows), ("page_indices", (8, 5, "int32"))),
-        *(("num_rows", (1, "int32")), ("tiles", (11, "int32")), ("num_samples", (1, "int32"))),
+        *(("num_rows", (1, "int32")), ("tiles_0", (11, "int32")), ("tiles_1", (0, "int32"))),
+        ("num_samples", (1, "int32")),
         *(("sample_tokens", samples), ("sample_positions", samples), ("temperature", (4, "float32"))),
         *(
             ("top_k", samples),
@@ -80,8 +96,9 @@ def test_plans_share_no_buffer():
 def test_layouts_follow_from_the_configuration():
     scheduler = SchedulerConfig(max_num_running=20, max_num_batched_tokens=64, token_buckets=(16, 64))
     config = EngineConfig(scheduler=scheduler)
-    assert bucket_layout(config, 16, context_tokens=33) == PlanLayout(16, 16, 2, 16, 8, 0)
-    assert bucket_layout(config, 64, context_tokens=64, tiles_len=7) == PlanLayout(64, 40, 2, 20, 8, 7)
+    assert bucket_layout(config, 16, context_tokens=33) == PlanLayout(16, 16, 2, 16, 8, ())
+    found = bucket_layout(config, 64, context_tokens=64, tiles_lens=(7, 9))
+    assert found == PlanLayout(64, 40, 2, 20, 8, (7, 9))
 
 
 @given(

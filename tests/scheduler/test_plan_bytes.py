@@ -15,7 +15,7 @@ from pensieve_jax.scheduler import Grant, PlanLayout, Planner, Request, Schedule
 from tests.scheduler.helpers import page_table
 
 CHUNK, NUM_PAGES = 16, 40
-LAYOUTS = {size: PlanLayout(size, 6, 6, 4, 3, 2) for size in (16, 64, 160)}
+LAYOUTS = {size: PlanLayout(size, 6, 6, 4, 3, (2,)) for size in (16, 64, 160)}
 GREEDY = SamplingParams(max_tokens=9)
 DRAWN = SamplingParams(max_tokens=9, min_tokens=5, temperature=0.7, top_k=5, top_p=0.8, logprobs=2)
 
@@ -43,7 +43,7 @@ def request(number: int, num_tokens: int, params: SamplingParams, *, is_pending:
 
 
 def fill_tiles(plan):
-    plan.tiles[:] = [plan.num_rows[0], plan.cu_q_lens[-1]]
+    plan.tiles[0][:] = [plan.num_rows[0], plan.cu_q_lens[-1]]
 
 
 def digest_of(*grants: Grant) -> str:

@@ -17,7 +17,7 @@ CHUNK = 16
 NUM_PAGES = 30  # the dummy included
 PAGES_PER_ROW = 6
 MAX_DRAFT = 3
-LAYOUTS = {size: PlanLayout(size, 8, PAGES_PER_ROW, 16, 3, 2) for size in (16, 64, 600)}
+LAYOUTS = {size: PlanLayout(size, 8, PAGES_PER_ROW, 16, 3, (2,)) for size in (16, 64, 600)}
 
 
 def reference_plan(output, bucket, sample_rows):
@@ -74,7 +74,8 @@ def reference_plan(output, bucket, sample_rows):
             int(any(p.logprobs for p in params)),
             0,
         ],
-        "tiles": [num_rows, num_tokens],
+        "tiles_0": [num_rows, num_tokens],
+        "tiles_1": [],
     }
 
 
@@ -86,7 +87,7 @@ def _banned(request, position):
 
 def fill_tiles(plan):
     """Stand in for the kernel's function; it must see complete rows."""
-    plan.tiles[:] = [plan.num_rows[0], plan.cu_q_lens[-1]]
+    plan.tiles[0][:] = [plan.num_rows[0], plan.cu_q_lens[-1]]
 
 
 @st.composite

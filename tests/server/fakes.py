@@ -238,7 +238,7 @@ class _NoConversations:
 
 
 DESCRIPTION: dict[str, Any] = {
-    "model": {"num_parameters": 13_000_000_000, "weights_bytes": 26_000_000_000},
+    "model": {"num_active_parameters": 13_000_000_000, "weights_bytes": 26_000_000_000},
     "device": {"count": 1},
     "cache": {
         "page_bytes": 6_553_600,

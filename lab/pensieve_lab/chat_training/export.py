@@ -67,7 +67,7 @@ def _hf_config(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": config.activation,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
+        "rope_theta": config.ropes[0].theta,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": config.tie_word_embeddings,

@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model_defs import Model, ModelConfig, abstract_model, make_mesh, random_model
+from model_defs.attention import FULL, AttentionOptions, refuse_options
 from model_defs.registry import resolve_dtype
 from pensieve_jax import ConfigError
 from pensieve_lab.chat_training.examples import Batch
@@ -76,11 +77,21 @@ class PackedAttention:
         same = segments[:, :, None] == segments[:, None, :]
         self._visible = (same & jnp.tril(jnp.ones((length, length), bool)))[:, None, None]
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        layer_index: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        options: AttentionOptions = FULL,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         """Return `model_defs.Attention`'s result; softmax in float32, products in the model's dtype.
 
         Queries go in blocks, each against the keys up to its end, so that later keys cost nothing.
         """
+        refuse_options(options, sinks is not None, "the training of the chat model")
         num_rows, length = self._visible.shape[0], self._visible.shape[-1]
         num_kv_heads, head_dim = k.shape[1:]
         rows_q = q.reshape(num_rows, length, num_kv_heads, -1, head_dim)

@@ -107,7 +107,7 @@ def make_spec(
     return tile_spec(
         num_tokens=case.num_tokens, max_num_seqs=len(case.rows), num_q_heads=heads.num_q_heads,
         num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim, page_size=case.page_size, dtype=dtype,
-        backend=backend, blocks=blocks, kv_dtype=kv_dtype,
+        backend=backend, blocks=blocks, kv_dtype=kv_dtype, window=case.window,
     )  # fmt: skip
 
 
@@ -119,8 +119,9 @@ def backend_program(inputs: Inputs, backend: str, blocks: BlockSizes | None = No
 
     def attend(q: jax.Array, pool: jax.Array, tiles: jax.Array, *rows: jax.Array) -> jax.Array:
         return ragged_paged_attention(
-            q, pool, *rows, sm_scale=inputs.sm_scale, metadata=(spec, tiles), kv_dtype=spec.kv_dtype
-        )
+            q, pool, *rows, sm_scale=inputs.sm_scale, window=spec.window, metadata=(spec, tiles),
+            kv_dtype=spec.kv_dtype,
+        )  # fmt: skip
 
     rows = map(jnp.asarray, inputs.rows)
     return JaxProgram(describe(spec.blocks), attend, (inputs.q,), (inputs.pool, tiles, *rows))

@@ -9,6 +9,7 @@ Called by the kernel benchmarks.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -141,7 +142,8 @@ def parts(inputs: Inputs) -> dict[str, Inputs]:
 
 def _only(inputs: Inputs, name: str, rows: np.ndarray) -> Inputs:
     case = inputs.case
-    part = Case(f"{case.name}:{name}", tuple(case.rows[row] for row in rows), case.heads, case.page_size)
+    chosen = tuple(case.rows[row] for row in rows)
+    part = replace(case, name=f"{case.name}:{name}", rows=chosen)
     tokens = np.concatenate([_tokens(inputs, row) for row in rows])
     kv_lens, page_indices = inputs.kv_lens[rows], inputs.page_indices[rows]
     cu_q_lens = np.cumsum([0] + [q_len for q_len, _ in part.rows]).astype(np.int32)
@@ -172,8 +174,9 @@ def expected_answer(inputs: Inputs) -> Expected:
     @jax.jit
     def attend(q: jax.Array, pool: jax.Array, *rows: jax.Array) -> jax.Array:
         return ragged_paged_attention(
-            q, pool, *rows, sm_scale=inputs.sm_scale, backend="xla", kv_dtype=inputs.kv_dtype
-        )
+            q, pool, *rows, sm_scale=inputs.sm_scale, backend="xla", kv_dtype=inputs.kv_dtype,
+            window=inputs.case.window,
+        )  # fmt: skip
 
     whole = attend(inputs.q, inputs.pool, *inputs.rows)
     tokens, dense = dense_answer(inputs, int(inputs.kv_lens.argmax()))
@@ -199,6 +202,7 @@ def dense_answer(inputs: Inputs, row: int, max_tokens: int = _MAX_DENSE_TOKENS) 
         sm_scale=inputs.sm_scale,
         page_size=inputs.case.page_size,
         kv_dtype=inputs.kv_dtype,
+        window=inputs.case.window,
     )
     return tokens, dense
 

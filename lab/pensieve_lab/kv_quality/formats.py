@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model_defs.attention import DenseAttention
+from model_defs.attention import FULL, AttentionOptions, DenseAttention
 from pallas_kernels.attention_names import KV_DTYPES
 from pallas_kernels.ragged_paged_attention import stored_as
 
@@ -51,7 +51,16 @@ class StoredAttention:
         self.keys: list[jax.Array] = []  # [T, num_kv_heads, head_dim] of each layer, as the model made them
         self.values: list[jax.Array] = []
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        layer_index: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        options: AttentionOptions = FULL,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         self.keys.append(k)
         self.values.append(v)
-        return self._dense(layer_index, q, self._store(k), self._store(v))
+        return self._dense(layer_index, q, self._store(k), self._store(v), options=options, sinks=sinks)

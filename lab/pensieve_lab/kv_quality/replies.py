@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model_defs.attention import FULL, AttentionOptions, refuse_options
 from model_defs.registry import Model
 from pensieve_jax.decoding.device.structure import ModelStructure
 from pensieve_lab.kv_quality.formats import STORES
@@ -87,7 +88,17 @@ class _RowsAttention:
         """Take `caches`, K and V [B, S, num_kv_heads, head_dim] of each layer, updated in the list."""
         self.caches, self._position, self._store = list(caches), position, STORES[store]
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        layer_index: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        options: AttentionOptions = FULL,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        refuse_options(options, sinks is not None, "comparisons of stored replies")
         num_rows, _, head_dim = q.shape
         rows = [self._store(one)[:, None] for one in (k, v)]
         keys, values = (

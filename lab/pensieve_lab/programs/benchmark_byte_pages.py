@@ -115,7 +115,9 @@ def _kernel_alone(name: str, inputs: Inputs, tile_class: TileClass) -> Entry:
 
     def attend(q: jax.Array, pool: jax.Array, tiles: jax.Array, pages: jax.Array) -> jax.Array:
         scale = inputs.sm_scale
-        return mosaic_attention(spec, q, pool, pages, tiles, None, sm_scale=scale, interpret=False)[0]
+        return mosaic_attention(
+            spec, q, pool, pages, tiles, None, sm_scale=scale, sinks=None, interpret=False
+        )[0]
 
     fixed = (inputs.pool, tiles, jnp.asarray(inputs.page_indices))
     program = JaxProgram(describe(spec.blocks), attend, (inputs.q,), fixed)

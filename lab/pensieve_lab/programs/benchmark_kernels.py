@@ -12,6 +12,7 @@
   can be imported (`torch`: torch_sdpa, torch_cudnn, flashinfer, flash_attention_3). PyTorch is only imported
   for the latter and needs memory that JAX must leave free: export XLA_PYTHON_CLIENT_MEM_FRACTION=0.5.
 - A batch of decodes and prompts is also timed part by part.
+- `--window`: each case with every window of the list, such as none,128,1024,4096. No baseline has windows.
 - `--sweep`: also our kernel with many block sizes.
 
 Every answer, also of baselines, is checked before it is timed: whole against the `xla` back end, and some
@@ -42,6 +43,7 @@ from pensieve_jax import ConfigError
 from pensieve_jax.commands.cost_plot import check_can_plot
 from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
+from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.kernels.backends import (
     BACKENDS,
     backend_program,
@@ -175,7 +177,17 @@ def cases() -> list[Case]:
     unknown = sorted(set(names) - set(CASES))
     if unknown or not names:
         raise AttentionArgumentError("--cases", unknown, f"known are {sorted(CASES)}")
-    return [CASES[name] for name in names]
+    if not FLAGS.window:
+        raise ConfigError("--window", "", "none, or numbers of keys, with commas between them")
+    return [with_window(CASES[name], window) for name in names for window in FLAGS.window]
+
+
+def with_window(case: Case, window: str) -> Case:
+    """Return the case with a window, which its name says; raises ConfigError for anything but a number."""
+    if window == "none":
+        return case
+    [num_keys] = numbers("--window", [window])
+    return dataclasses.replace(case, name=f"{case.name}_w{num_keys}", window=num_keys)
 
 
 def check_flags(cases: list[Case]) -> None:
@@ -190,6 +202,8 @@ def check_flags(cases: list[Case]) -> None:
         raise ConfigError("--sweep_matching", FLAGS.sweep_matching, "left out without --sweep")
     if chosen_baselines(FLAGS.peers) and FLAGS.kv_dtype is not None:
         raise AttentionArgumentError("--peers", FLAGS.peers, f"none reads pages of {FLAGS.kv_dtype}")
+    if chosen_baselines(FLAGS.peers) and any(case.window is not None for case in cases):
+        raise AttentionArgumentError("--peers", FLAGS.peers, "none has windows; leave out --window")
     for case in cases:
         chosen_backends(FLAGS.backend, case, FLAGS.dtype, FLAGS.kv_dtype)
     if FLAGS.plot is not None:
@@ -257,6 +271,7 @@ def peer_versions() -> dict[str, str]:
 def define_flags() -> None:
     flags.DEFINE_list("cases", None, "Names, or 'all'; default: all on a GPU, tiny elsewhere.")
     flags.DEFINE_list("backend", ["auto"], f"Our back ends to time: auto, all, {', '.join(BACKENDS)}.")
+    flags.DEFINE_list("window", ["none"], "Windows of every case: none, or numbers of keys.")
     flags.DEFINE_list("peers", [], f"Baselines to time: all, jax, torch, {', '.join(BASELINES)}.")
     flags.DEFINE_bool("sweep", False, "Also time our kernel with many block sizes.")
     flags.DEFINE_string("sweep_matching", "", "Regular expression on the printed names of --sweep's sizes.")

@@ -56,15 +56,17 @@ class TileCosts:
     num_programs: float
     target_programs: float
 
-    def seconds(self, rows: Sequence[tuple[int, int]], bucket: int) -> float:
+    def seconds(self, rows: Sequence[tuple[int, int]], bucket: int, window: int | None = None) -> float:
         """Return the time of all layers for rows of (query tokens, context tokens at their end).
 
         Args:
           rows: rows of more than one query token.
           bucket: padded tokens of the step.
+          window: that of all layers.
         """
         is_small = bucket <= _SMALL_STEP_TOKENS
-        blocks, is_cut = _items(tuple(rows), is_small, math.ceil(self.target_programs / self.num_kv_heads))
+        target = math.ceil(self.target_programs / self.num_kv_heads)
+        blocks, is_cut = _items(tuple(rows), is_small, target, window)
         block_s = self.block_s * (self.small_share if is_small else 1.0)
         item_s = np.repeat(np.sort(blocks)[::-1], round(self.num_kv_heads)) * block_s + self.item_s
         busiest_s = float(_dealt(item_s, round(self.num_programs)).max())
@@ -72,15 +74,20 @@ class TileCosts:
 
 
 @functools.lru_cache(maxsize=256)
-def _items(rows: tuple[tuple[int, int], ...], is_small: bool, target: int) -> tuple[np.ndarray, bool]:
+def _items(
+    rows: tuple[tuple[int, int], ...], is_small: bool, target: int, window: int | None
+) -> tuple[np.ndarray, bool]:
     """Return the blocks of every item of one KV head, and whether a tile was cut.
 
-    `target` is the number of programs for one KV head.
+    `target` is the number of programs for one KV head. A tile's keys begin at its first token's window.
     """
     size = _TILE_TOKENS[is_small]
     ends = np.concatenate(
         [kv_len - q_len + np.minimum(np.arange(size, q_len + size, size), q_len) for q_len, kv_len in rows]
     )
+    if window is not None:
+        firsts = np.concatenate([kv_len - q_len + np.arange(0, q_len, size) for q_len, kv_len in rows])
+        ends -= np.maximum(firsts - window + 1, 0) // _BLOCK_KEYS * _BLOCK_KEYS
     longest = max(_LEAST_KEYS[is_small], -(-int(ends.sum()) // target))
     num_parts = np.clip(-(-ends // longest), 1, _MAX_PARTS)
     part_keys = -(-ends // (num_parts * _BLOCK_KEYS)) * _BLOCK_KEYS

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from pensieve_jax.balance import Load
 from pensieve_jax.config import EngineConfig
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.core.outputs import Usage
 from pensieve_jax.scheduler import token_buckets
 from pensieve_lab.simulator.profile import DeviceProfile
@@ -90,7 +91,10 @@ class FluidReplica:
     def __init__(
         self, config: EngineConfig, profile: DeviceProfile, *, number: int = 0, start_s: float = 0.0
     ) -> None:
-        """Start idle. `config.cache.cpu_bytes` must be converted to pages."""
+        """Start idle. `config.cache.cpu_bytes` must be converted to pages.
+
+        Raises ConfigError for a profile of layers with windows: lengths of rows are not known here.
+        """
         self.number = number
         self.clock = _Clock(start_s)
         cache, scheduler = config.cache, config.scheduler
@@ -100,6 +104,9 @@ class FluidReplica:
         self._room = round(self._gpu_tokens * _GROWTH_SHARE)
         self._max_num_running = scheduler.running_limit
         self._budget = scheduler.max_num_batched_tokens
+        if any(window is not None for window, _ in profile.step.windows):
+            limit = "a profile without windows, since fluid replicas know only the sum of all lengths"
+            raise ConfigError("device_profile", profile.model, limit)
         self._step_time = StepTime(profile.step, token_buckets(scheduler))
         self._host, self._fetch_s = profile.host, profile.fetch_s
         self._swap_token_s = profile.kv_token_bytes / profile.to_device.bytes_per_s

@@ -32,11 +32,32 @@ _DIRECTORY = Path(__file__).parent / "profiles"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertCosts:
+    """Reading of a mixture of experts. A step reads the experts that its tokens choose; all are equally
+    likely.
+
+    Attributes:
+      num_experts: experts of a layer.
+      num_chosen: experts of a token.
+      read_s: time to read all experts of all layers, beside `StepCosts.weight_read_s`.
+    """
+
+    num_experts: int
+    num_chosen: int
+    read_s: float
+
+    def step_read_s(self, num_tokens: int) -> float:
+        """Return the time to read the experts of a step with `num_tokens`, without padding."""
+        missed: float = (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return self.read_s * (1 - missed)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """Coefficients of a step's time on the device, for all layers together.
 
     Attributes:
-      weight_read_s: time to read every weight once, which even the smallest step does.
+      weight_read_s: time to read every weight once, except experts, which even the smallest step does.
       token_s: time of the dense layers' arithmetic per padded token, on a rested device.
       hot_share: relative slowdown after sustained arithmetic: a device lowers its clock under matrix
       products.
@@ -49,6 +70,9 @@ class StepCosts:
       step_s: fixed time of everything else in a step.
       padded_token_s: time of everything else per padded token.
       tiles: attention of prompts by tiles, which replaces `pair_s`; None in profiles without it.
+      windows: each distinct window of the layers, None for no window, and the share of layers that have it.
+        The times of attention above are those of layers without one.
+      experts: reading of a mixture of experts; None in models without.
     """
 
     weight_read_s: float
@@ -62,6 +86,8 @@ class StepCosts:
     step_s: float
     padded_token_s: float
     tiles: TileCosts | None = None
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
+    experts: ExpertCosts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +274,16 @@ class _Reader:
 
     def _step(self, values: Mapping[str, Any]) -> StepCosts:
         part = self._part(values, "step")
-        names = [field.name for field in dataclasses.fields(StepCosts) if field.name != "tiles"]
-        tiles = self._tiles(part) if "tiles" in part else None
-        costs = StepCosts(**{name: self._number(part, name) for name in names}, tiles=tiles)
+        others: dict[str, Any] = {}
+        if "tiles" in part:
+            others["tiles"] = self._tiles(part)
+        if "windows" in part:
+            others["windows"] = self._windows(part)
+        if "experts" in part:
+            others["experts"] = self._experts(part)
+        names = [f.name for f in dataclasses.fields(StepCosts) if f.default is dataclasses.MISSING]
+        others |= {name: self._number(part, name) for name in names}
+        costs = StepCosts(**others)
         if costs.overlap < 1:
             raise self._error("a profile whose step.overlap is at least 1", f"found {costs.overlap}")
         return costs
@@ -259,6 +292,30 @@ class _Reader:
         part = self._part(step, "tiles")
         names = [field.name for field in dataclasses.fields(TileCosts)]
         return TileCosts(**{name: self._number(part, name, above=0) for name in names})
+
+    def _experts(self, step: Mapping[str, Any]) -> ExpertCosts:
+        part = self._part(step, "experts")
+        counts: dict[str, Any] = {name: part.get(name) for name in ("num_experts", "num_chosen")}
+        if not all(type(count) is int for count in counts.values()) or not (
+            1 <= part["num_chosen"] <= part["num_experts"]
+        ):
+            raise self._error(
+                "a profile whose step.experts has integers num_experts, and num_chosen from 1 to num_experts",
+                f"found {counts!r:.60}",
+            )
+        return ExpertCosts(**counts, read_s=self._number(part, "read_s", above=0))
+
+    def _windows(self, step: Mapping[str, Any]) -> tuple[tuple[int | None, float], ...]:
+        limit = "a profile whose step.windows are pairs of a window (from 1, or null) and its share, 1 in all"
+        found = self._list(step, "windows")
+        for pair in found:
+            is_pair = isinstance(pair, list) and len(pair) == 2 and type(pair[1]) in (int, float)
+            if not is_pair or not (pair[0] is None or (type(pair[0]) is int and pair[0] > 0)):
+                raise self._error(limit, f"found {pair!r:.60}")
+        shares = [share for _, share in found]
+        if not (min(shares, default=0) > 0 and math.isclose(sum(shares), 1)):
+            raise self._error(limit, f"found {shares!r:.60}")
+        return tuple((window, float(share)) for window, share in found)
 
     def _hosts(self, values: Mapping[str, Any]) -> dict[str, HostCosts]:
         part = self._part(values, "hosts")

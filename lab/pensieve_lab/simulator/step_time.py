@@ -3,10 +3,12 @@
 Owns: the model of a step's time, and of the heat from matrix products. Three parts run in sequence in each
 layer, so they add up:
   dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
-             maximum); arithmetic takes longer on a device that is hot from it;
+             maximum); arithmetic takes longer on a device that is hot from it. Of experts a step reads those
+             that its tokens are expected to choose;
   attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
              rows together take at least the serial time of the longest context. Profiles with tiles have the
-             time of the kernel's fullest program instead of arithmetic;
+             time of the kernel's fullest program instead of arithmetic. Layers with a window read and compute
+             at most the window;
   the rest   a constant, and a share for every padded token: norms, rotations, writing KV, sampling.
 Does not know: requests, pages, or what precedes and follows a step.
 """
@@ -16,7 +18,6 @@ from __future__ import annotations
 import math
 
 from pensieve_jax.scheduler import bucket_for
-from pensieve_lab.simulator.attention_tiles import TileCosts
 from pensieve_lab.simulator.profile import StepCosts
 
 
@@ -31,11 +32,13 @@ class StepLoad:
       num_rows: rows of both kinds.
     """
 
-    __slots__ = ("longest_kv", "num_rows", "num_single_kv", "num_tokens", "rows")
+    __slots__ = ("_lengthened", "_single_kv", "longest_kv", "num_rows", "num_single_kv", "num_tokens", "rows")
 
     def __init__(self) -> None:
         self.num_tokens = self.num_single_kv = self.longest_kv = self.num_rows = 0
         self.rows: list[tuple[int, int]] = []
+        self._single_kv: list[int] = []
+        self._lengthened = 0
 
     def add(self, q_len: int, kv_len: int) -> None:
         """Add a row with its query tokens, and the context tokens at its end."""
@@ -45,6 +48,7 @@ class StepLoad:
             self.longest_kv = kv_len
         if q_len == 1:
             self.num_single_kv += kv_len
+            self._single_kv.append(kv_len - self._lengthened)
         else:
             self.rows.append((q_len, kv_len))
 
@@ -52,6 +56,16 @@ class StepLoad:
         """Advance all rows, which must have one query token each, by one token."""
         self.num_single_kv += self.num_tokens
         self.longest_kv += 1
+        self._lengthened += 1
+
+    def num_single_kv_within(self, window: int | None) -> int:
+        """Return the context tokens of all rows with one query token that a layer with this window reads."""
+        if window is None:
+            return self.num_single_kv
+        shorter = window - self._lengthened
+        return sum(min(kv_len, shorter) for kv_len in self._single_kv) + self._lengthened * len(
+            self._single_kv
+        )
 
 
 class ThermalModel:
@@ -84,11 +98,10 @@ class StepTime:
     """Duration of a step as a function of its load."""
 
     def __init__(self, costs: StepCosts, buckets: tuple[int, ...]) -> None:
-        """Precompute the times of `buckets`, the padded step sizes in ascending order."""
+        """Keep the costs. `buckets` are the padded step sizes in ascending order."""
         self._costs = costs
         self._buckets = buckets
-        self._dense_and_rest_s = {bucket: self._of_bucket(bucket) for bucket in buckets}
-        self._hot_s = {bucket: self._of_bucket(bucket, 1.0) - self._of_bucket(bucket) for bucket in buckets}
+        self._by_size: dict[tuple[int, int], tuple[float, float]] = {}
         self._padding_s: dict[int, float] = {}
 
     def seconds(self, load: StepLoad, heat: float | None = None) -> float:
@@ -100,13 +113,13 @@ class StepTime:
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
             heat = float(self.is_heating(bucket))
-        dense_and_rest_s = self._dense_and_rest_s[bucket] + heat * self._hot_s[bucket]
-        return dense_and_rest_s + self._attention_s(load, bucket)
+        rested_s, hot_s = self._dense_and_rest_s(bucket, load.num_tokens)
+        return rested_s + heat * hot_s + self._attention_s(load, bucket)
 
     def is_heating(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
         weights."""
-        return self._costs.token_s * num_tokens > self._costs.weight_read_s
+        return self._costs.token_s * num_tokens > self._read_s(num_tokens)
 
     def padding_s(self, num_tokens: int) -> float:
         """Return the time that a step of `num_tokens` would save in a bucket of exactly that size.
@@ -116,30 +129,57 @@ class StepTime:
         """
         seconds = self._padding_s.get(num_tokens)
         if seconds is None:
-            of_bucket = self._dense_and_rest_s[bucket_for(self._buckets, num_tokens)]
-            seconds = self._padding_s[num_tokens] = of_bucket - self._of_bucket(num_tokens)
+            of_bucket, exact = (
+                self._dense_and_rest_s(size, num_tokens)[0]
+                for size in (bucket_for(self._buckets, num_tokens), num_tokens)
+            )
+            seconds = self._padding_s[num_tokens] = of_bucket - exact
         return seconds
 
-    def _of_bucket(self, num_tokens: int, heat: float = 0.0) -> float:
+    def _dense_and_rest_s(self, bucket: int, num_tokens: int) -> tuple[float, float]:
+        """Return the time on a rested device, and what a hot one takes more, for `num_tokens` in a bucket."""
+        size = bucket, 0 if self._costs.experts is None else num_tokens
+        found = self._by_size.get(size)
+        if found is None:
+            rested_s, hot_s = (self._of_bucket(bucket, num_tokens, heat) for heat in (0.0, 1.0))
+            found = self._by_size[size] = rested_s, hot_s - rested_s
+        return found
+
+    def _of_bucket(self, bucket: int, num_tokens: int, heat: float) -> float:
         costs = self._costs
         token_s = costs.token_s * (1 + costs.hot_share * heat)
-        read_s, compute_s, power = costs.weight_read_s, token_s * num_tokens, costs.overlap
+        read_s, compute_s, power = self._read_s(num_tokens), token_s * bucket, costs.overlap
         dense_s: float = (read_s**power + compute_s**power) ** (1 / power)
-        return dense_s + costs.step_s + costs.padded_token_s * num_tokens
+        return dense_s + costs.step_s + costs.padded_token_s * bucket
+
+    def _read_s(self, num_tokens: int) -> float:
+        """Return the time to read the weights that a step of `num_tokens`, without padding, needs."""
+        experts = self._costs.experts
+        return self._costs.weight_read_s + (0.0 if experts is None else experts.step_read_s(num_tokens))
 
     def _attention_s(self, load: StepLoad, bucket: int) -> float:
-        costs = self._costs
-        if costs.tiles is not None:
-            return self._tiled_attention_s(load, bucket, costs.tiles)
-        work_s = costs.kv_read_s * load.num_single_kv
-        for q_len, kv_len in load.rows:
-            num_pairs = q_len * (kv_len - (q_len - 1) / 2)
-            work_s += max(costs.kv_read_s * kv_len, costs.pair_s * num_pairs)
-        return max(work_s, costs.span_s * load.longest_kv)
+        return sum(
+            share * self._attention_within_s(load, bucket, window) for window, share in self._costs.windows
+        )
 
-    def _tiled_attention_s(self, load: StepLoad, bucket: int, tiles: TileCosts) -> float:
-        """Return the time of rows of one token, and of prompts by their tiles; the two run in sequence."""
-        work_s = self._costs.kv_read_s * load.num_single_kv
-        if not load.rows:
-            return max(work_s, self._costs.span_s * load.longest_kv)
-        return work_s * tiles.beside_share + tiles.seconds(load.rows, bucket)
+    def _attention_within_s(self, load: StepLoad, bucket: int, window: int | None) -> float:
+        """Return the time of attention if all layers had this window."""
+        costs = self._costs
+        longest_kv = load.longest_kv if window is None else min(load.longest_kv, window)
+        work_s = costs.kv_read_s * load.num_single_kv_within(window)
+        if costs.tiles is not None and load.rows:  # rows of one token, and prompts by tiles, in sequence
+            return work_s * costs.tiles.beside_share + costs.tiles.seconds(load.rows, bucket, window)
+        for q_len, kv_len in load.rows:
+            num_read, num_pairs = _read_and_pairs(q_len, kv_len, window)
+            work_s += max(costs.kv_read_s * num_read, costs.pair_s * num_pairs)
+        return max(work_s, costs.span_s * longest_kv)
+
+
+def _read_and_pairs(q_len: int, kv_len: int, window: int | None) -> tuple[int, float]:
+    """Return the context tokens that a row reads, and its query-key pairs."""
+    if window is None or kv_len <= window:
+        return kv_len, q_len * (kv_len - (q_len - 1) / 2)
+    first = kv_len - q_len + 1  # keys that the first query would see without a window
+    num_shorter = max(window - first, 0)
+    num_pairs = num_shorter * (first + window - 1) / 2 + (q_len - num_shorter) * window
+    return min(kv_len, q_len + window - 1), num_pairs

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from model_defs import ModelConfig
+from model_defs import ExpertsConfig, ModelConfig
 from pensieve_jax.device.row_steps import StepRow
 from pensieve_lab.steps.ceilings import Ceilings
 
@@ -40,22 +40,27 @@ def operations(
     """Return the operations of a step with these rows, where `num_samples` tokens get logits.
 
     Weights and activations take `bytes_per_number` each, except weights of layers if `bytes_per_weight` is
-    given. The KV cache takes `kv_token_bytes` per token over all layers. Devices share all of it evenly.
+    given. The KV cache takes `kv_token_bytes` per token over all layers. Devices share all of it evenly. Of
+    experts, a step reads as many as it is expected to choose.
     """
     num_tokens = sum(row.end - row.begin for row in rows)
     width, heads = model.hidden_size, model.num_heads * model.head_dim
     kv_width = 2 * model.num_kv_heads * model.head_dim
     inner = model.intermediate_size
+    num_moe = sum(kind.mlp == "moe" for kind in model.kinds)
     products = {
-        "qkv": (width, heads + kv_width),
-        "attention out": (heads, width),
-        "mlp in": (width, (2 if model.is_gated else 1) * inner),
-        "mlp out": (inner, width),
+        "qkv": (width, heads + kv_width, model.num_layers),
+        "attention out": (heads, width, model.num_layers),
+        "mlp in": (width, (2 if model.is_gated else 1) * inner, model.num_layers - num_moe),
+        "mlp out": (inner, width, model.num_layers - num_moe),
     }
     found = [
-        _product(name, num_tokens, *shape, model.num_layers, bytes_per_number, bytes_per_weight)
+        _product(name, num_tokens, *shape, bytes_per_number, bytes_per_weight)
         for name, shape in products.items()
+        if shape[2]
     ]
+    if model.experts is not None:
+        found += _experts(model.experts, num_tokens, width, num_moe, bytes_per_number)
     found.append(_attention(model, rows, bytes_per_number, kv_token_bytes))
     found.append(_product("logits", num_samples, model.embed_width, model.vocab_size, 1, bytes_per_number))
     return [Operation(one.name, one.num_bytes // num_devices, one.flop // num_devices) for one in found]
@@ -80,6 +85,22 @@ def _product(
     num_bytes = weights_bytes + num_rows * (num_in + num_out) * bytes_per_number
     is_any = num_rows > 0
     return Operation(name, count * num_bytes * is_any, count * 2 * num_rows * num_in * num_out)
+
+
+def _experts(
+    experts: ExpertsConfig, num_tokens: int, width: int, count: int, bytes_per_number: int
+) -> list[Operation]:
+    """Make the routers of `count` layers, and the products of the experts that the tokens choose."""
+    num_rows, num_read = num_tokens * experts.num_chosen, experts.num_read(num_tokens)
+    found = [_product("router", num_tokens, width, experts.num_experts, count, bytes_per_number)]
+    for name, num_in, num_out in (
+        ("experts in", width, 2 * experts.width),
+        ("experts out", experts.width, width),
+    ):
+        numbers = round(num_read * num_in * num_out) + num_rows * (num_in + num_out)
+        flop = count * 2 * num_rows * num_in * num_out
+        found.append(Operation(name, count * numbers * bytes_per_number, flop))
+    return found
 
 
 def _attention(

@@ -69,27 +69,34 @@ class NullRunner:
       layouts: layouts that the real runner makes for this model.
       transfers: transfers that complete at once.
       launch_s, launch_wall_s: time of the last launch, as CPU time and by the wall clock.
-      tiles_s: CPU time of its tile list.
+      tiles_s: CPU time of its tile lists.
       num_rows, num_tokens: size of the last step.
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, context_tokens: int, backend: str) -> None:
-        """Make layouts and tile specs for the heads of this model."""
-        self._specs: dict[int, TileSpec] = {}
+        """Make layouts and tile specs for the heads and windows of this model."""
+        self._specs: dict[int, list[TileSpec]] = {}
         layouts: dict[int, PlanLayout] = {}
         for bucket in token_buckets(config.scheduler):
-            spec = self._specs[bucket] = tile_spec(
-                num_tokens=bucket,
-                max_num_seqs=bucket_rows(config.scheduler, bucket),
-                num_q_heads=model.num_heads,
-                num_kv_heads=model.num_kv_heads,
-                head_dim=model.head_dim,
-                page_size=config.cache.chunk_tokens,
-                dtype="bfloat16",
-                backend=backend,
-            )
+            specs = self._specs[bucket] = [
+                tile_spec(
+                    num_tokens=bucket,
+                    max_num_seqs=bucket_rows(config.scheduler, bucket),
+                    num_q_heads=model.num_heads,
+                    num_kv_heads=model.num_kv_heads,
+                    head_dim=model.head_dim,
+                    page_size=config.cache.chunk_tokens,
+                    dtype="bfloat16",
+                    backend=backend,
+                    window=window,
+                )
+                for window in model.windows
+            ]
             layouts[bucket] = bucket_layout(
-                config, bucket, context_tokens=context_tokens, tiles_len=spec.tiles_len
+                config,
+                bucket,
+                context_tokens=context_tokens,
+                tiles_lens=tuple(spec.tiles_len for spec in specs),
             )
         self.layouts: Mapping[int, PlanLayout] = layouts
         self._transfers = NullTransfers()
@@ -110,10 +117,10 @@ class NullRunner:
         return {}
 
     def fill_tiles(self, plan: StepPlan) -> None:
-        """Build the tile list as the real runner does, and time it."""
+        """Build the tile lists as the real runner does, and time it."""
         start_s = time.thread_time()
-        spec = self._specs[plan.layout.num_tokens]
-        build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=plan.tiles)
+        for spec, tiles in zip(self._specs[plan.layout.num_tokens], plan.tiles, strict=True):
+            build_tiles(spec, plan.cu_q_lens, plan.kv_lens, int(plan.num_rows[0]), out=tiles)
         self.tiles_s = time.thread_time() - start_s
 
     def launch(self, plan: StepPlan) -> int:

@@ -3,12 +3,14 @@ one."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from lab.tests.simulator.test_simulation import scenario, session
 from lab.tests.simulator.workloads import COSTS, MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
+from pensieve_jax import ConfigError
 from pensieve_jax.balance import ConsistentHash, Load, RootPlacement, Speeds
 from pensieve_lab.balance.migrating import MigratingHash
 from pensieve_lab.balance.state_aware import StateAware
@@ -148,6 +150,12 @@ def test_mid_life_state_is_where_the_rule_would_have_it():
         fleet.place(one)
         (answer,), _ = answered(fleet, one)
         assert answer.usage.recomputed_tokens == 0 and fleet.num_moved == 0
+
+
+def test_an_outline_refuses_windows():
+    step = dataclasses.replace(PROFILE.step, windows=((1024, 1.0),))
+    with pytest.raises(ConfigError, match="a profile without windows"):
+        FluidReplica(small_config(), dataclasses.replace(PROFILE, step=step))
 
 
 def test_an_outline_is_near_the_real_one():

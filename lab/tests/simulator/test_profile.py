@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from pensieve_jax import ConfigError
-from pensieve_lab.simulator import DeviceProfile, profile_names
+from pensieve_lab.simulator import DeviceProfile, profile_names, step_time
 from pensieve_lab.simulator import profile as profile_module
+from pensieve_lab.simulator.profile import ExpertCosts
 from pensieve_lab.simulator.step_time import StepLoad, StepTime, ThermalModel
 
 H200 = DeviceProfile.load("h200_llama2-13b-gqa10")
+TILED = DeviceProfile.load("h200_llama2-13b-gqa10_tiles")
 PATH = Path(profile_module.__file__).parent / "profiles" / "h200_llama2-13b-gqa10.json"
 
 
@@ -141,6 +143,57 @@ def test_lengthening_is_looking_again():
     assert StepTime(H200.step, (16,)).seconds(load) == StepTime(H200.step, (16,)).seconds(again)
 
 
+def windowed(profile, *windows):
+    """Return the profile of a model with these windows, each with its share of layers."""
+    return dataclasses.replace(profile, step=dataclasses.replace(profile.step, windows=windows))
+
+
+@pytest.mark.parametrize("profile", [H200, TILED], ids=["rows", "tiles"])
+def test_layers_with_a_window_read_at_most_the_window(profile):
+    rows = (3, 1, 900), (1, 1, 4000), (1, 700, 3000), (1, 60, 300)
+    for some in (rows, rows[:2], rows[2:]):
+        whole = seconds(*some, profile=profile)
+        assert seconds(*some, profile=windowed(profile, (4096, 1.0))) == whole
+        halves = windowed(profile, (None, 0.5), (1024, 0.5))
+        within = seconds(*some, profile=windowed(profile, (1024, 1.0)))
+        assert seconds(*some, profile=halves) == pytest.approx((whole + within) / 2)
+        narrow = seconds(*some, profile=windowed(profile, (128, 1.0)))
+        assert narrow < within < whole
+
+
+def test_the_work_of_a_window_by_hand():
+    for q_len, kv_len, window in ((5, 5, 3), (5, 12, 3), (5, 12, 9), (5, 12, 10), (1, 12, 3), (7, 7, 7)):
+        keys = [range(max(p - window + 1, 0), p + 1) for p in range(kv_len - q_len, kv_len)]
+        expected = len(set().union(*keys)), sum(map(len, keys))
+        assert step_time._read_and_pairs(q_len, kv_len, window) == expected
+
+
+def test_decodes_lengthen_up_to_their_window():
+    load = load_of([(3, 1, 10), (1, 1, 40)])
+    for steps in range(6):
+        again = load_of([(3, 1, 10 + steps), (1, 1, 40 + steps)])
+        for window in (1, 12, 41, 100, None):
+            found = load.num_single_kv_within(window)
+            assert found == again.num_single_kv_within(window)
+            assert found == sum(min(kv, window or 99) for kv in [10 + steps] * 3 + [40 + steps])
+        load.lengthen()
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [3, [], [[0, 1.0]], [[None, 0.5]], [[8, 0.4], [16, 0.4]], [[8]], [["8", 1.0]], [[8, -1], [9, 2]]],
+)
+def test_impossible_windows_are_refused(tmp_path, windows):
+    values = json.loads(PATH.read_text())
+    values["step"]["windows"] = windows
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="windows"):
+        DeviceProfile.load(tmp_path / "profile.json")
+    values["step"]["windows"] = [[None, 0.25], [1024, 0.75]]
+    (tmp_path / "profile.json").write_text(json.dumps(values))
+    assert DeviceProfile.load(tmp_path / "profile.json").step.windows == ((None, 0.25), (1024, 0.75))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -187,7 +240,6 @@ def test_refuses_what_is_no_file_and_an_overlap_below_1(tmp_path):
 
 # Prompt attention by tiles.
 
-TILED = DeviceProfile.load("h200_llama2-13b-gqa10_tiles")
 KERNEL_US = {  # measured, one layer, none of them fitted: query tokens, keys, microseconds
     (512, 8512): 210,
     (512, 20512): 455,
@@ -227,3 +279,38 @@ def test_a_profile_of_tiles_needs_every_number(tmp_path):
     path.write_text(json.dumps(values), "utf-8")
     with pytest.raises(ConfigError, match="'num_programs' above 0"):
         DeviceProfile.load(path)
+
+
+EXPERTS = ExpertCosts(num_experts=128, num_chosen=8, read_s=12.8)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    """Padding chooses none; arithmetic is that of the bucket."""
+    costs = dataclasses.replace(H200.step, experts=EXPERTS)
+    time = StepTime(costs, (16, 2048))
+    read_s = {num: time.seconds(load_of([(num, 1, 10)])) for num in (1, 2, 16)}
+    assert read_s[1] == pytest.approx(0.8, rel=0.01)
+    assert read_s[2] - read_s[1] == pytest.approx(0.8 * (1 - 8 / 128), rel=0.01)
+    assert time.seconds(load_of([(1, 2000, 2000)])) == pytest.approx(12.8, rel=0.01)
+    assert time.padding_s(2) < 1e-3, "padding reads no experts"
+    assert not time.is_heating(2048) and StepTime(H200.step, (2048,)).is_heating(2048)
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        ({"num_experts": 4, "num_chosen": 5, "read_s": 1.0}, "num_chosen from 1 to num_experts"),
+        ({"num_experts": 4.0, "num_chosen": 2, "read_s": 1.0}, "integers num_experts"),
+        ({"num_experts": 4, "num_chosen": 2, "read_s": 0}, "'read_s' above 0"),
+        ([], "experts"),
+    ],
+)
+def test_experts_of_a_profile_are_checked(tmp_path, experts, says):
+    values = json.loads(PATH.read_text())
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(values | {"step": values["step"] | {"experts": experts}}))
+    with pytest.raises(ConfigError, match=says):
+        DeviceProfile.load(path)
+    good = {"num_experts": 128, "num_chosen": 8, "read_s": 12.8}
+    path.write_text(json.dumps(values | {"step": values["step"] | {"experts": good}}))
+    assert DeviceProfile.load(path).step.experts == EXPERTS

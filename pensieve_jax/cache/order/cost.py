@@ -1,8 +1,8 @@
 """The cost of recomputing a chunk, as a function of its context length (the paper's section 4.3.1).
 
 Owns: `Cost(l)`, in seconds, non-decreasing in the context length `l`. A chunk's dense layers cost the same at
-every position, and its attention grows with the tokens before it, so leading chunks are the cheapest. The
-built-in model is analytic; a measured model comes from a profile, a JSON file.
+every position, and its attention grows with the tokens before it, up to a layer's window, so leading chunks
+are the cheapest. The built-in model is analytic; a measured model comes from a profile, a JSON file.
 Does not know: how a profile is measured (`pensieve profile`, `device.start_costs`), or the engine's hardware:
 `assembly` states what a profile must have been measured on.
 Called by the eviction policies, the policy selector, `assembly` and `pensieve profile`.
@@ -61,18 +61,22 @@ class AnalyticCostModel:
       chunk_tokens: tokens per chunk.
       num_weights: parameters of the layers; each is one multiply-add per token.
       attention_width: num_layers * num_heads * head_dim; a token does two multiply-adds of this width
-        (scores and values) for every token it attends to.
+        (scores and values) for every token it attends to. Layers with a window do not count.
       flop_per_s: the device's rate. It scales all costs equally, so it does not affect the eviction order.
+      windows: a window and the attention width of its layers, for each distinct window.
     """
 
     chunk_tokens: int
     num_weights: float
     attention_width: float
     flop_per_s: float = 4e14
+    windows: tuple[tuple[int, float], ...] = ()
 
     def chunk_cost_s(self, context_len: int) -> float:
         """Return the time of the dense operations plus attention over `context_len` tokens."""
         flop = 2 * self.num_weights + 4 * self.attention_width * context_len
+        for window, width in self.windows:
+            flop += 4 * width * min(context_len, window)
         return self.chunk_tokens * flop / self.flop_per_s
 
 
@@ -90,6 +94,8 @@ class CostSubject:
       device: device kind, as the runtime names it.
       tensor_parallel_size: devices that share each layer.
       chunk_tokens: tokens per chunk.
+      layers: what layers cost beside their dimensions: "full" for plain ones, "window 4096", "full moe 8 of
+        128 x 768" with experts, or numbers of each, such as "20 full, 8 window 4096".
       weights_dtype: format in 8 bits in which layers keep their weights; None is `dtype`.
     """
 
@@ -106,6 +112,7 @@ class CostSubject:
     device: str
     tensor_parallel_size: int
     chunk_tokens: int
+    layers: str = "full"
     weights_dtype: str | None = None
 
 
@@ -232,9 +239,9 @@ class _Reader:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise self._error(f"a file of format {_FORMAT!r}", f"found {found!r:.60}: {_MEASURE}")
         subject = self._get(values, "subject", dict)
-        subject = {"kv_dtype": subject.get("dtype"), **subject}  # older files lack kv_dtype: it was dtype
-        # Annotations are strings here. In older files, which lack weights_dtype, it was the dtype's.
-        kinds = {"int": int, "str": str, "str | None": str | None}
+        # Older files lack kv_dtype, which was dtype, layers, which were plain, and weights_dtype.
+        subject = {"kv_dtype": subject.get("dtype"), "layers": "full", **subject}
+        kinds = {"int": int, "str": str, "str | None": str | None}  # annotations are strings here
         fields = {
             f.name: self._get(subject, f.name, kinds[str(f.type)]) for f in dataclasses.fields(CostSubject)
         }

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from model_defs import num_parameters
+from model_defs import num_active_parameters, num_parameters
 from model_defs.config import ModelConfig
 from pallas_kernels.ragged_paged_attention import BackendChoice
 
@@ -67,7 +67,9 @@ def describe_model(
         "name": name,
         "architecture": model.architecture,
         **{size: getattr(model, size) for size in (*sizes, "vocab_size")},
+        "windows": list(model.windows),
         "num_parameters": num_parameters(model),
+        "num_active_parameters": num_active_parameters(model),
         "dtype": dtype.name,
         "weights_dtype": weights_dtype or dtype.name,
         "weights_bytes": weights_bytes,

@@ -6,7 +6,6 @@ Does not know: what programs compute.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from model_defs.config import LayerKind
 from model_defs.registry import Model, abstract_model
 
 _LAYERS = "layers"
@@ -47,15 +47,19 @@ class ModelStructure:
     def split_layers(cls, model: Model, layers: range) -> tuple[ModelStructure, list[jax.Array]]:
         """Return the structure and arrays of some layers: a model with as many layers, numbered from 0.
 
-        Equally many other layers have the same structure; all layers of a model must be of one kind.
+        Other layers of the same kinds in the same order have the same structure.
         """
-        kinds = {nnx.split(layer)[0] for layer in model.layers}
-        assert len(kinds) == 1, "layers differ in more than their numbers"
+        structures: dict[LayerKind, Any] = {}
+        for layer, kind in zip(model.layers, model.config.kinds, strict=True):
+            found = nnx.split(layer)[0]
+            assert structures.setdefault(kind, found) == found, "layers differ in more than their kinds"
         arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
         mesh = next(iter(arrays.values())).sharding.mesh
-        config = dataclasses.replace(model.config, num_layers=len(layers))
         short = abstract_model(
-            config, dtype=model.compute_dtype.name, mesh=mesh, weights_dtype=model.weights_dtype
+            model.config.with_layers(layers),
+            dtype=model.dtype.name,
+            mesh=mesh,
+            weights_dtype=model.weights_dtype,
         )
         structure = cls.split(short, (_LAYERS,))[0]
         return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]

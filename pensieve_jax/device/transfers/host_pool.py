@@ -10,6 +10,7 @@ is allocated once at start and returned to the runtime, which keeps it. On CPUs 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from pensieve_jax.runtime.host_memory import OWN_LIMIT_GB, VARIABLE, available_b
 
 _USABLE_FRACTION = 0.9  # of available memory: pinned memory cannot be swapped, and other processes need some
 _CHUNKS_PER_PIECE = 64
+_ARRAY_BYTES = 4 * 2**20  # each array takes some 0.1 ms beside its pinning
 
 
 class HostPool:
@@ -66,10 +68,13 @@ class HostPool:
             num_chunks = min(_CHUNKS_PER_PIECE, self._num_chunks - piece * _CHUNKS_PER_PIECE)
             try:
                 for group in range(len(storage.groups)):
+                    num_layers, *rest = storage.chunk_shape(group)
+                    chunk_bytes = num_layers * math.prod(rest) * np.dtype(storage.chunk_dtype).itemsize
+                    per_array = chunks_per_array(chunk_bytes)
                     zeros = jax.device_put(
-                        np.zeros(storage.chunk_shape(group), storage.chunk_dtype), storage.sharding
+                        np.zeros((per_array * num_layers, *rest), storage.chunk_dtype), storage.sharding
                     )
-                    pinned = jax.device_put([zeros] * num_chunks, storage.host_sharding)
+                    pinned = jax.device_put([zeros] * -(-num_chunks // per_array), storage.host_sharding)
                     held.append(jax.block_until_ready(pinned))
             except jax.errors.JaxRuntimeError as error:
                 raise self._refusal(
@@ -119,6 +124,12 @@ class HostPool:
         if self._cpu_bytes is not None:
             return ConfigError("cache.cpu_bytes", self._cpu_bytes, limit, hint)
         return ConfigError("cache.cpu_pages", self.num_slots, limit, hint)
+
+
+def chunks_per_array(chunk_bytes: int) -> int:
+    """Return how many chunks of a group share an array of `grow`; a power of two fills a piece exactly."""
+    most = min(_ARRAY_BYTES // chunk_bytes, _CHUNKS_PER_PIECE)
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def keeps_host_memory(storage: KVStorage) -> bool:

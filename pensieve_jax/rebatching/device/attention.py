@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from model_defs.attention import FULL, AttentionOptions, refuse_options
 from model_defs.sharding import TENSOR_AXIS, AnyMesh
 from pallas_kernels.ring_decode import masked_attention, ring_decode_attention
 from pensieve_jax.rebatching.device.ring_state import RING_SPEC, RingState
@@ -57,8 +58,22 @@ class RingAttention:
         self.state, self._mesh, self._backend = state, mesh, backend
         self._place, self._num_new, self._num_columns = place, num_new, num_columns
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Write the new columns and compute attention, as in `Attention` with T = B * Q."""
+    def __call__(
+        self,
+        layer_index: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        options: AttentionOptions = FULL,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Write the new columns and compute attention, as in `Attention` with T = B * Q.
+
+        Raises:
+          UnsupportedModelError: attention is not plain.
+        """
+        refuse_options(options, sinks is not None, "padded batches")
         batch, num_kv_heads, length, head_dim = self.state.keys[layer_index].shape
         num_queries = q.shape[0] // batch
         new = (batch, num_queries, num_kv_heads, head_dim)

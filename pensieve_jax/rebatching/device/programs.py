@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model_defs.attention import PagedAttention, RaggedBatch
+from model_defs.attention import FULL, AttentionOptions, PagedAttention, RaggedBatch
 from pallas_kernels.ragged_paged_attention import TileSpec
 from pensieve_jax.decoding.device.choose import Scores
 from pensieve_jax.decoding.device.structure import ModelStructure
@@ -187,20 +187,20 @@ def prefill(
     length = num_tokens // num_rows
     num_pages = num_tokens // PAGE_TOKENS
     pages_shape = (num_pages, PAGE_TOKENS, 2 * config.num_kv_heads, config.head_dim)
-    dtype = model.compute_dtype
+    dtype = model.dtype
     batch = RaggedBatch(
         write_slots=jnp.arange(num_tokens, dtype=jnp.int32),
         kv_lens=jnp.full(num_rows, length, jnp.int32),
         page_indices=jnp.arange(num_pages, dtype=jnp.int32).reshape(num_rows, -1),
         cu_q_lens=jnp.arange(num_rows + 1, dtype=jnp.int32) * length,
         num_seqs=jnp.full(1, num_rows, jnp.int32),
-        tiles=tiles,
+        tiles=(tiles,),
     )
     attention = _RowAttention(
         [jnp.zeros(pages_shape, dtype)] * config.num_layers,
         batch,
         mesh=statics.mesh,
-        tile_spec=tile_spec,
+        tile_specs=(tile_spec,),
         backend=statics.backend,
         num_rows=num_rows,
     )
@@ -225,8 +225,17 @@ class _RowAttention(PagedAttention):
         sizes = (len(kv_pages), 2, heads // 2, pages * page // num_rows, head_dim)
         self.rows = [jnp.zeros(sizes, kv_pages[0].dtype) for _ in range(num_rows)]
 
-    def __call__(self, layer_index: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out = super().__call__(layer_index, q, k, v)
+    def __call__(
+        self,
+        layer_index: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        options: AttentionOptions = FULL,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        out = super().__call__(layer_index, q, k, v, options=options, sinks=sinks)
         num_heads, head_dim = k.shape[1:]
         both = jnp.stack([k, v]).astype(self.rows[0].dtype)  # the same values as in the pages
         by_row = both.reshape(2, len(self.rows), -1, num_heads, head_dim).transpose(1, 0, 3, 2, 4)

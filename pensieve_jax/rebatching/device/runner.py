@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from model_defs import Model
+from model_defs.attention import refuse_features
 from pallas_kernels import sampling_cutoffs
 from pallas_kernels.ragged_paged_attention import AttentionHeads, import_backend
 from pensieve_jax.core.errors import ConfigError, StepFailedError
@@ -88,10 +89,12 @@ class DeviceRunner:
 
         Raises:
           ConfigError: the budget, the context, or the attention back end cannot work.
+          UnsupportedModelError: a layer has a window, or its attention is not plain for another reason.
         """
         self._compilations = CompilationCounter()
         self._config, self.mesh = config, mesh
         model_config = model.config
+        refuse_features(model_config, "padded batches")
         if config.max_logprobs > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
             raise ConfigError("max_logprobs", config.max_logprobs, limit)

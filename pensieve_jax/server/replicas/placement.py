@@ -141,13 +141,13 @@ class RootPlacer:
 def speeds_of(info: EngineInfo, stats: Mapping[str, Any]) -> Speeds:
     """Estimate a replica's speeds from the model size.
 
-    A step reads the weights once, and each token is multiplied by them.
+    A step reads the weights once, and each token is multiplied by those that compute it.
     """
     model, cache = info.description["model"], info.description["cache"]
     count = info.description["device"]["count"]
     num_turns, output_tokens = stats.get("num_turns_finished", 0), stats.get("output_tokens", 0)
     return Speeds(
-        token_s=2 * model["num_parameters"] / (_FLOP_PER_S * count),
+        token_s=2 * model["num_active_parameters"] / (_FLOP_PER_S * count),
         step_s=model["weights_bytes"] / _BYTES_PER_S,
         context_token_s=cache["page_bytes"] / cache["chunk_tokens"] / _BYTES_PER_S,
         output_tokens=output_tokens / num_turns if num_turns else _OUTPUT_TOKENS,

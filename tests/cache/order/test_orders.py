@@ -57,6 +57,8 @@ def test_the_default_cost_is_two_operations_per_weight_and_four_per_unit_of_atte
 
 def test_the_default_cost_by_hand():
     """One token, one weight, width one, context one: 2 + 4 operations, at 4e14 per second."""
+    windowed = AnalyticCostModel(1, 0, 1, flop_per_s=1.0, windows=((8, 2), (100, 3)))
+    assert [windowed.chunk_cost_s(length) for length in (5, 8, 50, 200)] == [120, 192, 864, 2064]
     assert AnalyticCostModel(1, 1, 1).chunk_cost_s(1) == pytest.approx(1.5e-14)
     assert AnalyticCostModel(1, 1, 0, flop_per_s=1.0).chunk_cost_s(5) == 2
     assert AnalyticCostModel(1, 0, 1, flop_per_s=1.0).chunk_cost_s(5) == 20

@@ -8,18 +8,30 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model_defs import make_mesh
+from model_defs import LayerKind, make_mesh
 from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.device.kv_storage import KVStorage, layer_groups
 from pensieve_jax.device.transfers import host_pool
 from pensieve_jax.device.transfers.host_pool import HostPool
 from tests.device.transfers.transfer_bench import CACHE, CPU_PAGES, MODEL, Bench, failing
 
+PLAIN = (LayerKind(),)
+
 
 def test_groups():
-    assert layer_groups(5, 2) == (range(0, 2), range(2, 5))
-    assert layer_groups(3, 9) == (range(0, 1), range(1, 2), range(2, 3))
-    assert layer_groups(4, 1) == (range(0, 4),)
+    assert layer_groups(PLAIN * 5, 2) == (range(0, 2), range(2, 5))
+    assert layer_groups(PLAIN * 3, 9) == (range(0, 1), range(1, 2), range(2, 3))
+    assert layer_groups(PLAIN * 4, 1) == (range(0, 4),)
+
+
+def test_groups_begin_at_whole_periods_of_the_kinds():
+    """So equal patterns share one program; a rest belongs to the last group."""
+    pattern = (LayerKind(window=8),) * 5 + PLAIN
+    assert layer_groups(pattern * 8, 2) == (range(0, 24), range(24, 48))
+    assert layer_groups((pattern * 5)[:26], 2) == (range(0, 12), range(12, 26))
+    assert layer_groups(pattern * 3, 3) == (range(0, 6), range(6, 12), range(12, 18))
+    assert layer_groups(pattern, 2) == (range(0, 3), range(3, 6)), "one period is not divided"
+    assert layer_groups(PLAIN * 3 + pattern[:1] * 2, 2) == (range(0, 2), range(2, 5)), "no period"
 
 
 def test_growth_is_shown(monkeypatch):
@@ -37,6 +49,28 @@ def test_on_cpus_nothing_grows():
     bench = Bench()
     assert len(bench.preparations) == bench.transfers.num_preparations
     assert not any(name.endswith("of host memory") for name in bench.preparations)
+
+
+def test_small_chunks_share_arrays(monkeypatch):
+    """A host tier of a small model has 100,000s of chunks, and each array takes time."""
+    monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)
+    storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
+    pool = HostPool(storage, 1000, 24)
+    device_put, pinned = jax.device_put, []
+
+    def record(arrays, sharding):
+        pinned.extend(arrays if isinstance(arrays, list) else [])
+        return device_put(arrays, sharding)
+
+    monkeypatch.setattr(host_pool.jax, "device_put", record)
+    assert len(list(pool.grow())) == pool.num_pieces == 16
+    assert sum(array.nbytes for array in pinned) == 1024 * storage.slot_bytes
+    assert len(pinned) == 16 * len(storage.groups)
+
+
+def test_chunks_of_large_models_have_arrays_of_their_own():
+    sizes = [2**12, 2**20, 2**20 + 1, 2**22, 2**22 + 1, 2**24]
+    assert [host_pool.chunks_per_array(size) for size in sizes] == [64, 4, 2, 1, 1, 1]
 
 
 def test_more_host_memory_than_there_is_is_refused(monkeypatch):
