@@ -34,8 +34,16 @@ class Decoder(nnx.Module):
 
     @property
     def weights_dtype(self) -> str | None:
-        """Format in 8 bits in which layers keep their weights; None keeps them in `dtype`."""
+        """Format in 8 bits in which layers keep their weights; None keeps them in `compute_dtype`."""
         return self.embed.build.weights_dtype
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """Dtype of the computation and, without a format of its own, of the KV cache.
+
+        Scales of some norms, and weights in 8 bits, have another one.
+        """
+        return self.embed.build.dtype
 
     @property
     @abc.abstractmethod
@@ -85,9 +93,3 @@ class Decoder(nnx.Module):
         if scale != 1.0:
             scores = scores * scale
         return scores if cap is None else cap * jnp.tanh(scores / cap)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Dtype that the model runs in: that of its token table. Some norms have scales in float32."""
-        table: Any = self.embed.table.get_value()
-        return jnp.dtype(table.dtype)

@@ -47,7 +47,7 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     weights_digest: `fingerprint.weights_digest` of the source; a restored model keeps it.
     Raises CheckpointError if a model is already there.
     """
-    config = model.config.to_json() | {"dtype": model.dtype.name}
+    config = model.config.to_json() | {"dtype": model.compute_dtype.name}
     save_arrays(
         model, directory, config=config, weights_digest=weights_digest, weights_dtype=model.weights_dtype
     )

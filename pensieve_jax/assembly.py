@@ -39,6 +39,7 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.cost_choice import CostChoice, costs_before_loading, costs_of_runner
 from pensieve_jax.decoding.device.weights import ProgressBar, load_weights, serving_dtype
 from pensieve_jax.decoding.turn_spec import ModelLimits
+from pensieve_jax.device.kernel_choices import attention_choice
 from pensieve_jax.device.kv_storage import slot_bytes
 from pensieve_jax.device.model_runner import ModelRunner
 from pensieve_jax.device.page_budget import MIN_PAGES, PagesDoNotFitError
@@ -46,11 +47,12 @@ from pensieve_jax.device.sizing import (
     GPU_SHARE,
     DeviceMemory,
     Machine,
+    check_memory_is_known,
     default_host_bytes,
     memory_in_words,
-    on_gpu_grid,
     sized,
     warn_of_short_context,
+    with_fewer_pages,
 )
 from pensieve_jax.engine.engine import Engine
 from pensieve_jax.engine.loop import Observe, unobserved
@@ -114,7 +116,7 @@ def assemble(
     config.resolve_context_tokens(model_config.max_position_embeddings)  # raises before loading starts
     allow_device_memory()  # before JAX is used, as the next line
     allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())
-    mesh_of(config)  # raises before a history is created
+    check_memory_is_known(config, _machine(mesh_of(config)))  # both raise before a history is created
     costs = _costs_before_loading(model_config, config, dtype)
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     model_config = with_tokenizer_end(model_config, tokenizer)
@@ -161,6 +163,7 @@ def make_runner(
         keep_compilations_in(config.runner.compilation_cache_dir)
     mesh = mesh_of(config)
     device = mesh.devices.flat[0]
+    check_memory_is_known(config, _machine(mesh))
     model = load_weights(
         source,
         dtype,
@@ -172,8 +175,9 @@ def make_runner(
     )
     model_config = model.config
     config = config.with_weights_dtype(model.weights_dtype)
-    given, machine = config.cache, _machine(mesh)
-    config = sized(config, machine, model_config, model.dtype)
+    asked, given, machine = config, config.cache, _machine(mesh)
+    attention = attention_choice(model_config, config, model.compute_dtype, device, mesh.devices.size)
+    config = sized(config, machine, model_config, model.compute_dtype, attention.name)
     config = config.with_num_buckets(on_gpu=device.platform == "gpu")
     if given.gpu_pages is None and not machine.is_cpu:  # so that errors name the share
         given = replace(given, gpu_memory_fraction=given.gpu_memory_fraction or GPU_SHARE)
@@ -187,7 +191,9 @@ def make_runner(
             if given.gpu_pages is not None or error.most < MIN_PAGES:
                 raise
             runner.device_pools.clear()
-            config = config.with_gpu_pages(on_gpu_grid(error.most))
+            config = with_fewer_pages(
+                config, error.most, model_config, asked=asked, num_devices=mesh.devices.size
+            )
     warn_of_short_context(config, model_config, _log)
     return runner, config
 
@@ -216,7 +222,7 @@ def mesh_of(config: EngineConfig) -> Mesh:
 
 
 def _machine(mesh: Mesh) -> Machine:
-    """Read the memory of the devices and of the host; the weights must be loaded already."""
+    """Read the memory of the devices and of the host. Once the weights are loaded, what they take counts."""
     devices = list(mesh.devices.flat)
     share = jax_share()
     return Machine(

@@ -555,8 +555,8 @@ class EngineConfig:
         """Return a copy with the format that the model's weights have, which a checkpoint may determine."""
         return replace(self, runner=replace(self.runner, weights_dtype=weights_dtype))
 
-    def with_num_running(self, num_running: int) -> EngineConfig:
-        """Return a copy with at most `num_running` requests in the batch."""
+    def with_num_running(self, num_running: int | None) -> EngineConfig:
+        """Return a copy with at most `num_running` requests in the batch; None leaves the number open."""
         return replace(self, scheduler=replace(self.scheduler, max_num_running=num_running))
 
     def with_num_buckets(self, *, on_gpu: bool) -> EngineConfig:

@@ -80,7 +80,15 @@ def build_tiles(
 def build_tiles_traced(
     spec: TileSpec, cu_q_lens: jax.Array, kv_lens: jax.Array, num_seqs: jax.Array
 ) -> jax.Array:
-    """Build i32[tiles_len] as `build_tiles` does, but inside a jit, for callers without a host plan."""
+    """Build i32[tiles_len] as `build_tiles` does, but inside a jit, for callers without a host plan.
+
+    Raises AttentionArgumentError for a spec with a scratch pool: its pages are chosen on the host.
+    """
+    if spec.scratch_pages:
+        limit = (
+            "must be 0 for a list that is built on the device; use build_tiles, or a spec without the pool"
+        )
+        raise AttentionArgumentError("scratch_pages", spec.scratch_pages, limit)
     real = jnp.arange(spec.max_num_seqs) < num_seqs[0]
     used = cu_q_lens[num_seqs[0]]
     begins = jnp.append(jnp.where(real, cu_q_lens[:-1], 0), used)

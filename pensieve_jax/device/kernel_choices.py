@@ -79,7 +79,7 @@ def choose_kernels(
     copy = page_copies.choose_backend(page, device)
     sums = _sum_choice(model, config, dtype, list(mesh.devices.flat)) if num_shards > 1 else None
     return KernelChoices(
-        attention=_attention_choice(model, config, dtype, device, num_shards),
+        attention=attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
         decode_matmul=_matmul_choice(model, config, dtype, device, num_shards, sums, weights_dtype),
         experts=_expert_choice(model, config, dtype, device, num_shards),
@@ -89,10 +89,10 @@ def choose_kernels(
     )
 
 
-def _attention_choice(
+def attention_choice(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, device: jax.Device, num_shards: int
 ) -> BackendChoice:
-    """Return the attention back end for the heads of one of `num_shards` shards."""
+    """Return the attention back end for the heads of one of `num_shards` shards; see `choose_kernels`."""
     backend = config.runner.attention_backend
     if (limit := device_limit(backend, device)) is not None:
         raise ConfigError(_BACKEND_FIELD, backend, "'auto' or 'xla' on this device", limit)

@@ -116,7 +116,7 @@ class ModelRunner:
         model_config: ModelConfig = model.config
         self._num_top = _checked_num_top(config, model_config)
         every_leaf = ModelStructure.split(model)[1]
-        self.dtype, self.weights_dtype = model.dtype, model.weights_dtype
+        self.dtype, self.weights_dtype = model.compute_dtype, model.weights_dtype
         dtype = self.dtype
         self._replicated, self._device = NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0]
         self.kernels = choose_kernels(model_config, config, dtype, mesh, weights_dtype=self.weights_dtype)

@@ -25,7 +25,9 @@ from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.decoding.device.adjust import counts_bytes
 from pensieve_jax.device.kv_storage import KVStorage, chunk_bytes, most_byte_pages, slot_bytes
 from pensieve_jax.device.page_budget import MIN_PAGES, reserved_bytes, staging_bytes
-from pensieve_jax.device.step_programs import scratch_pages
+from pensieve_jax.device.step_programs import specs_of_bucket
+from pensieve_jax.engine.drafting import index_bytes
+from pensieve_jax.scheduler.buckets import token_buckets
 
 GPU_SHARE: Final = 0.9
 """Default of `cache.gpu_memory_fraction`."""
@@ -50,6 +52,7 @@ _STEP_BYTES = 128 * 2**20
 _CHOICE_BYTES = 20  # for a logit of a row to sample: scores, adjusted scores, sorted ones and their order
 _DECODED_PARTS_BYTES = 36 * 2**20  # of the tiles that read decoded pages: 128 rows for each of 528 parts
 _GPU_STEPS = 128
+_LARGEST_ATTENTION: Final = "pallas_mosaic_gpu"  # it decodes pages of 8 bits before it reads them
 
 
 class DeviceMemory(NamedTuple):
@@ -100,7 +103,13 @@ class _Needs(NamedTuple):
     staged_bytes: int
 
 
-def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp.dtype) -> EngineConfig:
+def sized(
+    config: EngineConfig,
+    machine: Machine,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    attention: str = _LARGEST_ATTENTION,
+) -> EngineConfig:
     """Return a copy of `config` with a number for each size that it leaves open or gives as bytes or a share.
 
     Args:
@@ -108,6 +117,7 @@ def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp
       machine: memory of the machine once the weights are loaded.
       model: the model.
       dtype: dtype of its weights.
+      attention: name of the attention back end; the default is the one that takes the most memory.
 
     Raises:
       ConfigError: not even two pages fit, a share exceeds what JAX may use, a device does not report its
@@ -117,12 +127,53 @@ def sized(config: EngineConfig, machine: Machine, model: ModelConfig, dtype: jnp
     host = slot_bytes(model, cache, dtype)
     pages = chunk_bytes(model, cache.chunk_tokens, dtype, cache.kv_dtype)
     needs = _Needs(pages // num_devices, host, host // num_devices)
-    config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), machine, needs)
+    check_memory_is_known(config, machine)
+    left = machine._replace(free_bytes=_free_beside_indexes(config, machine.free_bytes, model))
+    config = _with_host_tier(config.with_staged_pages(needs.staged_bytes), left, needs)
     if cache.gpu_pages is None:
-        most = _cpu_pages if machine.is_cpu else _gpu_pages
-        config = config.with_gpu_pages(most(config, machine, model, needs))
+        if machine.is_cpu:
+            num_pages = _cpu_pages(config, machine, model, needs)
+        else:
+            num_bytes = step_bytes(config, model, dtype, num_devices, attention)
+            num_pages = _gpu_pages(config, machine, model, needs, num_bytes)
+        config = config.with_gpu_pages(num_pages)
         config = config.with_gpu_pages(most_byte_pages(model, config.cache, num_devices))
     return _with_num_running(config, model)
+
+
+def check_memory_is_known(config: EngineConfig, machine: Machine) -> None:
+    """Raise ConfigError where `sized` cannot derive pages, whatever the model takes.
+
+    So a start fails before the model is loaded: a device does not report its memory, or a share exceeds what
+    JAX may use.
+    """
+    cache = config.cache
+    if cache.gpu_pages is not None:
+        return
+    if not machine.is_cpu:
+        for device in machine.devices:
+            _bytes_for_all(device, cache)
+    elif cache.gpu_memory_fraction is not None:
+        raise _unreported(cache, machine.devices[0])
+
+
+def with_fewer_pages(
+    config: EngineConfig, num_pages: int, model: ModelConfig, *, asked: EngineConfig, num_devices: int
+) -> EngineConfig:
+    """Return a copy of a sized `config` with `num_pages` pages at most, and the batch that they allow.
+
+    Args:
+      config: what `sized` returned.
+      num_pages: the most pages that fit.
+      model: the model.
+      asked: the configuration of the caller, whose `scheduler.max_num_running` may be left open.
+      num_devices: devices that share the model.
+    """
+    config = config.with_gpu_pages(on_gpu_grid(num_pages))
+    config = config.with_gpu_pages(most_byte_pages(model, config.cache, num_devices))
+    if asked.scheduler.max_num_running is not None:
+        return config
+    return _with_num_running(config.with_num_running(None), model)
 
 
 def default_host_bytes(config: EngineConfig, free_bytes: int | None, num_gpus: int) -> int:
@@ -191,6 +242,15 @@ def _with_host_tier(config: EngineConfig, machine: Machine, needs: _Needs) -> En
     return config.with_cpu_slots(min(num_slots, _MAX_TOKENS // cache.chunk_tokens))
 
 
+def _free_beside_indexes(config: EngineConfig, free_bytes: int | None, model: ModelConfig) -> int | None:
+    """Return what is free on the host beside the indexes of drafts of all engines; None if unknown."""
+    if free_bytes is None or not config.scheduler.draft_limit:
+        return free_bytes
+    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
+    num_bytes = config.cache.engines_on_host * index_bytes(_most_running(config), context_tokens)
+    return max(free_bytes - num_bytes, 0)
+
+
 def _part_of_host(num_bytes: int | None, config: EngineConfig) -> int | None:
     """Return one engine's part of host memory; None if that is unknown."""
     return None if num_bytes is None else num_bytes // config.cache.engines_on_host
@@ -207,8 +267,6 @@ def _default_cpu_host_bytes(config: EngineConfig, machine: Machine) -> int:
 
 def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
     """Return the pages of all CPU devices together, which share one memory."""
-    if config.cache.gpu_memory_fraction is not None:
-        raise _unreported(config.cache, machine.devices[0])
     chunk_tokens, all_bytes = config.cache.chunk_tokens, needs.page_bytes * len(machine.devices)
     num_tokens = max(_CPU_TOKENS, _CPU_CONTEXTS * model.max_position_embeddings)
     num_pages = -(-min(num_tokens, _MAX_TOKENS) // chunk_tokens)
@@ -229,7 +287,9 @@ def _cpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs
     return _floor_power(num_pages)
 
 
-def _gpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs) -> int:
+def _gpu_pages(
+    config: EngineConfig, machine: Machine, model: ModelConfig, needs: _Needs, step_bytes: int
+) -> int:
     """Return the pages of each GPU; the one with the least memory to spare counts."""
     num_devices = len(machine.devices)
     beside = {
@@ -240,13 +300,14 @@ def _gpu_pages(config: EngineConfig, machine: Machine, model: ModelConfig, needs
         "counts of ids": counts_bytes(
             _most_running(config) if config.runner.penalties else 0, model.vocab_size
         ),
-        "steps": step_bytes(config, model, num_devices),
+        "steps": step_bytes,
     }
     least = min(_pages_of(one, config.cache, needs.page_bytes, beside) for one in machine.devices)
     return on_gpu_grid(min(least, _MAX_TOKENS // config.cache.chunk_tokens))
 
 
-def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside: dict[str, int]) -> int:
+def _bytes_for_all(device: DeviceMemory, cache: CacheConfig) -> tuple[float, int]:
+    """Return the share of a GPU that an engine takes, and how many bytes these are, weights included."""
     fraction, limit_bytes = cache.gpu_memory_fraction, device.limit_bytes
     if limit_bytes is None:
         raise _unreported(cache, device)
@@ -259,7 +320,11 @@ def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside:
             "was used before"
         )
         raise ConfigError("cache.gpu_memory_fraction", fraction, limit, hint)
-    all_bytes = min(int(fraction * limit_bytes / device.jax_share), limit_bytes)
+    return fraction, min(int(fraction * limit_bytes / device.jax_share), limit_bytes)
+
+
+def _pages_of(device: DeviceMemory, cache: CacheConfig, page_bytes: int, beside: dict[str, int]) -> int:
+    fraction, all_bytes = _bytes_for_all(device, cache)
     num_pages = (all_bytes - device.used_bytes - sum(beside.values())) // page_bytes - 1
     if num_pages < MIN_PAGES:
         others = "".join(f", {name} {size:,}" for name, size in beside.items() if size)
@@ -277,21 +342,27 @@ def _unreported(cache: CacheConfig, device: DeviceMemory) -> ConfigError:
     return ConfigError("cache.gpu_memory_fraction", cache.gpu_memory_fraction, limit, "give cache.gpu_pages")
 
 
-def step_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
+def step_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: jnp.dtype,
+    num_devices: int,
+    attention: str = _LARGEST_ATTENTION,
+) -> int:
     """Return an upper estimate of a step's temporaries on each device, in bytes.
 
-    The start compares what XLA reports with the memory that is left.
+    The start compares what XLA reports with the memory that is left. See `sized` for the arguments.
     """
     num_tokens = config.scheduler.max_num_batched_tokens
     # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
     mlp_bytes = num_tokens * 4 * -(-model.intermediate_size // num_devices)
     if model.experts is not None:
         mlp_bytes = max(mlp_bytes, _expert_bytes(model.experts, model.hidden_size, num_tokens, num_devices))
-    running = config.with_num_running(max(_most_running(config), 1)).scheduler
-    num_rows = min(running.sample_limit, num_tokens)
+    config = config.with_num_running(max(_most_running(config), 1))
+    num_rows = min(config.scheduler.sample_limit, num_tokens)
     stream_bytes = num_tokens * 8 * model.hidden_size
     num_bytes = _STEP_BYTES + stream_bytes + mlp_bytes + _CHOICE_BYTES * num_rows * model.vocab_size
-    return num_bytes + _scratch_bytes(config, model, num_devices)
+    return num_bytes + _scratch_bytes(config, model, dtype, num_devices, attention)
 
 
 def _expert_bytes(experts: ExpertsConfig, hidden_size: int, num_tokens: int, num_devices: int) -> int:
@@ -301,10 +372,18 @@ def _expert_bytes(experts: ExpertsConfig, hidden_size: int, num_tokens: int, num
     return 2 * spec.num_rows * (2 * hidden_size + -(-experts.width // num_devices))
 
 
-def _scratch_bytes(config: EngineConfig, model: ModelConfig, num_devices: int) -> int:
-    """Return the bytes of pages in 8 bits that one layer decodes, and of partial results over them."""
-    context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
-    num_pages = scratch_pages(config, config.scheduler.max_num_batched_tokens, context_tokens)
+def _scratch_bytes(
+    config: EngineConfig, model: ModelConfig, dtype: jnp.dtype, num_devices: int, attention: str
+) -> int:
+    """Return the bytes of pages in 8 bits that one layer decodes, and of partial results over them.
+
+    The largest step decodes the most pages, if the back end decodes any.
+    """
+    if config.cache.kv_dtype is None:
+        return 0
+    bucket = token_buckets(config.scheduler)[-1]
+    specs = specs_of_bucket(model, config, dtype, attention, num_devices, bucket)
+    num_pages = max(spec.scratch_pages for spec in specs)
     page_elements = config.cache.chunk_tokens * 2 * -(-model.num_kv_heads // num_devices) * model.head_dim
     return 2 * num_pages * page_elements + (_DECODED_PARTS_BYTES if num_pages else 0)
 

@@ -230,35 +230,37 @@ class StepPrograms:
 def bucket_tile_specs(
     model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int
 ) -> dict[int, tuple[TileSpec, ...]]:
-    """Return each bucket's specs for an attention back end that serves this model; heads are per shard.
+    """Return each bucket's specs for an attention back end that serves this model; heads are per shard."""
+    buckets = token_buckets(config.scheduler)
+    return {bucket: specs_of_bucket(model, config, dtype, backend, num_shards, bucket) for bucket in buckets}
 
-    There is one for each of `model.windows`, in their order.
-    """
+
+def specs_of_bucket(
+    model: ModelConfig, config: EngineConfig, dtype: np.dtype, backend: str, num_shards: int, bucket: int
+) -> tuple[TileSpec, ...]:
+    """Return a bucket's specs, one for each of `model.windows`, in their order."""
     context_tokens = config.resolve_context_tokens(model.max_position_embeddings)
-    return {
-        bucket: tuple(
-            tile_spec(
-                num_tokens=bucket,
-                max_num_seqs=bucket_rows(config.scheduler, bucket),
-                num_q_heads=model.num_heads // num_shards,
-                num_kv_heads=model.num_kv_heads // num_shards,
-                head_dim=model.head_dim,
-                page_size=config.cache.chunk_tokens,
-                dtype=dtype,
-                backend=backend,
-                kv_dtype=config.cache.kv_dtype,
-                scratch_pages=scratch_pages(config, bucket, context_tokens),
-                window=window,
-                softcap=model.attention_softcap,
-                has_sinks=model.has_sinks,
-            )
-            for window in model.windows
+    return tuple(
+        tile_spec(
+            num_tokens=bucket,
+            max_num_seqs=bucket_rows(config.scheduler, bucket),
+            num_q_heads=model.num_heads // num_shards,
+            num_kv_heads=model.num_kv_heads // num_shards,
+            head_dim=model.head_dim,
+            page_size=config.cache.chunk_tokens,
+            dtype=dtype,
+            backend=backend,
+            kv_dtype=config.cache.kv_dtype,
+            scratch_pages=_scratch_pages(config, bucket, context_tokens),
+            window=window,
+            softcap=model.attention_softcap,
+            has_sinks=model.has_sinks,
         )
-        for bucket in token_buckets(config.scheduler)
-    }
+        for window in model.windows
+    )
 
 
-def scratch_pages(config: EngineConfig, bucket: int, context_tokens: int) -> int:
+def _scratch_pages(config: EngineConfig, bucket: int, context_tokens: int) -> int:
     """Return the most pages in 8 bits that a step decodes before its prompts read them; 0 for 16 bits.
 
     They hold the longest context beside a step of new prompts, and never more than the pool.

@@ -13,6 +13,7 @@ known beginning (`CacheManager.fork`). So siblings run concurrently, and a turn 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from pensieve_jax.cache import CachedSequence, CacheManager
@@ -67,6 +68,7 @@ class BranchTable:
         self._shares_state = shares_state
         self._by_turn: dict[tuple[str, str], dict[Branch, None]] = {}
         self._by_owner: dict[str, dict[Branch, None]] = {}
+        self._by_root: dict[tuple[str, str], dict[Branch, None]] = {}  # by activity, the latest last
         self._running: set[str] = set()  # turns in progress
         self._chunks: ChunkIndex[Branch] = ChunkIndex(cache.chunk_tokens)
         self._num_opened = 0
@@ -98,13 +100,11 @@ class BranchTable:
 
         The most recently active branches come first. The lists have at most `max_num` ids together.
         """
-        root = next(iter(branch.path), None)
-        others = [] if root is None else self.containing(branch.owner, root)
-        others = sorted(others, key=lambda one: -one.sequence.last_active_s)[: _MAX_BESIDE + 1]
+        recent = reversed(self._by_root.get((branch.owner, branch.root or ""), {}))
         tails: list[list[int]] = []
-        for other in others:
-            if other is branch or max_num <= 0:
-                continue
+        for other in [one for one in islice(recent, _MAX_BESIDE + 1) if one is not branch][:_MAX_BESIDE]:
+            if max_num <= 0:
+                break
             num_shared = max(end.num_shared for turn_id, end in other.path.items() if turn_id in branch.path)
             tail = other.conversation.token_ids[num_shared : other.conversation.num_history_tokens][:max_num]
             max_num -= len(tail)
@@ -158,6 +158,7 @@ class BranchTable:
             num_known = place.branch.conversation.num_history_tokens
             place = place._replace(num_shared=min(place.num_shared, num_known))
         branch, origin = self._begin(node, place, prompt, twin, num_kept)
+        self._note_active(branch)
         self._running.add(node.turn_id)
         return branch, origin
 
@@ -183,12 +184,14 @@ class BranchTable:
         replace_tokens(branch.path, keep, replaced)
         branch.path[node.turn_id] = TurnEnd(branch.conversation.num_history_tokens, node.durable)
         self._by_turn.setdefault((branch.owner, node.turn_id), {})[branch] = None
+        self._note_active(branch)
         if self._shares_state:
             self._chunks.enter(branch)
 
     def withdrawn(self, branch: Branch, node: TurnNode, origin: TurnOrigin) -> bool:
         """Remove a turn that failed or was cancelled; returns whether its branch existed only for it."""
         self._running.remove(node.turn_id)
+        self._note_active(branch)
         if self._shares_state:
             self._chunks.enter(branch)  # what the turn would have replaced
         tip = branch.tip
@@ -210,6 +213,8 @@ class BranchTable:
     def forget(self, branch: Branch) -> None:
         """Remove a branch that leaves memory."""
         self._leave(branch, branch.path)
+        if branch.root is not None:
+            _remove(self._by_root, (branch.owner, branch.root), branch)
         del self._by_owner[branch.owner][branch]
         if not self._by_owner[branch.owner]:
             del self._by_owner[branch.owner]
@@ -220,10 +225,14 @@ class BranchTable:
     def _leave(self, branch: Branch, turn_ids: Iterable[str]) -> None:
         """Remove a branch from the index of these turns."""
         for turn_id in turn_ids:
-            branches = self._by_turn[branch.owner, turn_id]
-            del branches[branch]
-            if not branches:
-                del self._by_turn[branch.owner, turn_id]
+            _remove(self._by_turn, (branch.owner, turn_id), branch)
+
+    def _note_active(self, branch: Branch) -> None:
+        """Make a branch the last of those with its root. One without a turn has none yet."""
+        if branch.root is not None:
+            branches = self._by_root.setdefault((branch.owner, branch.root), {})
+            branches.pop(branch, None)
+            branches[branch] = None
 
     def _behind(self, owner: str, parent_id: str, durable: bool) -> TurnPosition:
         """Return the position of turns with this parent, from memory or from the history."""
@@ -306,3 +315,11 @@ class BranchTable:
         if source is None or not self._shares_state:
             return self._cache.open(name)
         return self._cache.fork(source.sequence, num_tokens, name)
+
+
+def _remove(index: dict[tuple[str, str], dict[Branch, None]], key: tuple[str, str], branch: Branch) -> None:
+    """Remove a branch from what an index has under a key, and the key with its last branch."""
+    branches = index[key]
+    del branches[branch]
+    if not branches:
+        del index[key]

@@ -534,7 +534,6 @@ class Engine:
                 del ids[num_held + 1 :]
                 position -= len(draft)
                 self._loop.scheduler.accept(request, position, ids)
-                self._stats.num_accepted_draft_tokens += num_held
             else:
                 assert request.token_ids[position] == PENDING_TOKEN, f"{position} was sampled twice"
                 request.token_ids[position] = ids[0]
@@ -567,6 +566,9 @@ class Engine:
                 if reason is not None:
                     endings.append((reply, reason))
                     break
+            if len(ids) > 1 and reply not in broken:
+                # Neither the id behind the draft counts, nor those behind the end of the reply.
+                self._stats.num_accepted_draft_tokens += min(row - first + 1, len(ids) - 1)
         ended = self._ledger.commit(endings) + self._ledger.lose_to_logits(broken)
         ended += self._lose_failed_rows()
         self._conversations.forget_stateless()

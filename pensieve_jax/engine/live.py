@@ -54,6 +54,11 @@ class Branch(LiveConversation):
     hashes: list[int] = field(default_factory=list)
 
     @property
+    def root(self) -> str | None:
+        """Id of the first turn; None before the first answer."""
+        return next(iter(self.path), None)
+
+    @property
     def tip(self) -> str | None:
         """Id of the latest answered turn; None before the first."""
         return next(reversed(self.path), None)

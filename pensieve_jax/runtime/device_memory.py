@@ -29,18 +29,31 @@ _WANTED_SHARE = "0.94"  # the rest is for the driver, kernels, and buffers of co
 
 
 def allow_device_memory() -> None:
-    """Let JAX take 94% of each GPU's memory, unless the user has set a share or JAX has been used already."""
-    if not has_clients() and not _given_share():
+    """Let JAX take 94% of each GPU's memory, unless the user has set a share or JAX has been used already.
+
+    Raises ConfigError for a share that is not a number.
+    """
+    if _given_share() is None and not has_clients():
         os.environ[VARIABLE] = _WANTED_SHARE
 
 
 def jax_share() -> float:
-    """Return the share of a GPU's memory that `memory_limit_bytes` is."""
-    return float(_given_share() or _JAX_SHARE)
+    """Return the share of a GPU's memory that `memory_limit_bytes` is; raises as `allow_device_memory`."""
+    return _given_share() or _JAX_SHARE
 
 
-def _given_share() -> str | None:
-    return os.environ.get(_NEW_VARIABLE) or os.environ.get(VARIABLE)
+def _given_share() -> float | None:
+    for name in (_NEW_VARIABLE, VARIABLE):
+        if text := os.environ.get(name):
+            try:
+                share = float(text)
+            except ValueError:
+                share = 0.0
+            if not 0 < share < math.inf:
+                hint = "such as 0.9, or unset it"
+                raise ConfigError(name, text, "a number above 0", hint)
+            return share
+    return None
 
 
 def memory_limit_bytes(device: jax.Device) -> int | None:

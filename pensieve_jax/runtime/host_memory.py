@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from pensieve_jax.core.errors import ConfigError
 from pensieve_jax.runtime.asynchronous_launches import has_clients
 
 _MEMINFO = Path("proc/meminfo")
@@ -50,8 +51,11 @@ def total_bytes(root: Path = Path("/")) -> int | None:
 
 
 def pinnable_bytes() -> int:
-    """Return the most bytes that can be kept pinned under jaxlib's present limit; see `allow_pinning`."""
-    return int(os.environ.get(VARIABLE, OWN_LIMIT_GB)) * 2**30 * 5 // 6
+    """Return the most bytes that can be kept pinned under jaxlib's present limit; see `allow_pinning`.
+
+    Raises ConfigError for a limit that is not a number.
+    """
+    return _limit_gb() * 2**30 * 5 // 6
 
 
 def allow_pinning(num_bytes: int, available: int | None) -> None:
@@ -65,17 +69,28 @@ def allow_pinning(num_bytes: int, available: int | None) -> None:
       num_bytes: bytes to keep pinned.
       available: available bytes of the machine; the limit is reduced to 95% of them, but not below
         `num_bytes`. None if unknown.
+
+    Raises:
+      ConfigError: the limit that is set is not a number.
     """
     most = num_bytes * 6 // 5
     if available is not None:
         most = max(min(most, available * 19 // 20), num_bytes)
     limit_gb = -(-most // 2**30)
-    now = os.environ.get(VARIABLE)
+    now, now_gb = os.environ.get(VARIABLE), _limit_gb()
     is_others = now is not None and now not in _set_here
-    if is_others or limit_gb <= int(now or OWN_LIMIT_GB) or has_clients():
+    if is_others or limit_gb <= now_gb or has_clients():
         return
     os.environ[VARIABLE] = str(limit_gb)
     _set_here.add(os.environ[VARIABLE])
+
+
+def _limit_gb() -> int:
+    """Return jaxlib's limit in units of 2**30 bytes; raises ConfigError if what is set is not a number."""
+    text = os.environ.get(VARIABLE) or str(OWN_LIMIT_GB)
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(VARIABLE, text, "a number of GiB", "such as 64, or unset it")
+    return int(text)
 
 
 def _machine_bytes(root: Path, name: str) -> Iterator[int]:

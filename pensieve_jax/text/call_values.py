@@ -70,14 +70,23 @@ class ClosingTag:
     """Search for the tag behind an argument in text that arrives in pieces; it reads each once.
 
     An argument that its schema does not let be a plain text is written as JSON, and tags within its strings
-    are text. If a string has a line break, the argument is not JSON: it ends at its first tag.
+    are text. If a string has a line break, or what seems to be JSON with a tag is not, the argument ends at
+    its first tag. So does one with a string that is still open at the end of the reply (`take_as_text`).
+
+    Attributes:
+      is_in_string: whether the end of the text that was searched is within a string of JSON.
     """
 
     def __init__(self, schema: Any, root: Any) -> None:
         """Search behind an argument of this schema; see `argument_of` for both."""
         self._may_be_json = not isinstance(argument_form(schema, root), Text)
         self._at: int | None = None
-        self._in_string = False
+        self.is_in_string = False
+
+    def take_as_text(self) -> None:
+        """Search for the first tag from now on: the argument is not JSON."""
+        self._may_be_json = self.is_in_string = False
+        self._at = None
 
     def find(self, text: str, begin: int) -> int | None:
         """Return where the tag begins; None before the end of the argument.
@@ -91,16 +100,19 @@ class ClosingTag:
             self._may_be_json &= first in '{["'
             self._at = begin
         while self._may_be_json:
-            pattern = _END_IN_STRING if self._in_string else _STRING_OR_TAG
+            pattern = _END_IN_STRING if self.is_in_string else _STRING_OR_TAG
             found = pattern.search(text, self._at)
             if found is None:
                 break
             if found[0] == CLOSING_TAG:
-                return found.start()
+                first_at = text.find(CLOSING_TAG, begin)
+                has_tag = first_at < found.start()
+                return first_at if has_tag and not _is_json(text[begin : found.start()]) else found.start()
             if found[0] < " ":
-                self._may_be_json, self._at = False, begin
+                self._may_be_json = self.is_in_string = False
+                self._at = begin
             else:
-                self._in_string ^= found[0] == '"'
+                self.is_in_string ^= found[0] == '"'
                 self._at = found.end()
         else:
             at = text.find(CLOSING_TAG, self._at)
@@ -108,6 +120,14 @@ class ClosingTag:
                 return at
         self._at = max(self._at, len(text) - _LONGEST_PART)
         return None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        _parsed(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _value_of(text: str, types: Collection[str]) -> Any:

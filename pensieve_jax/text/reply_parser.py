@@ -147,6 +147,8 @@ class ReplyParser:
     def end(self) -> list[ReplyEvent]:
         """Return the events of the reply's end: what was held back becomes text of its part."""
         events = self._run()
+        while self._state == self._parameters and self._ends_open_string():
+            events += self._run()
         if self._state == self._think:
             self._say(ReasoningText, self._buffer)
         elif self._state in (
@@ -518,6 +520,22 @@ class ReplyParser:
         start = ", " if self._num_parameters else "{"
         self._num_parameters += 1
         self._pass(f"{start}{json.dumps(name)}: {value[:-1] if is_cut else value}")
+
+    def _ends_open_string(self) -> bool:
+        """Take an argument as text whose string the reply's end leaves open; return whether that ends it.
+
+        Marks must follow its first tag, else the reply's end cuts JSON with a tag in a string.
+        """
+        tag, begun = self._closing_tag, _PARAMETER.match(self._buffer)
+        if tag is None or begun is None or not tag.is_in_string:
+            return False
+        at = self._buffer.find(CLOSING_TAG, begun.end())
+        following = self._buffer[at + len(CLOSING_TAG) :].lstrip(SPACE)
+        marks = ("<parameter=", "</function>", *self._stop_marks())
+        if at < 0 or not any(following.startswith(mark) or mark.startswith(following) for mark in marks):
+            return False
+        tag.take_as_text()
+        return True
 
     def _cut_parameters(self) -> None:
         """Pass on the argument that the reply's end cuts."""

@@ -49,11 +49,35 @@ def test_the_scratch_pool_holds_a_context_and_new_prompts_and_no_more_than_the_p
 def test_its_bytes_count_as_those_of_a_step(num_devices: int) -> None:
     num_pages = MODEL.max_position_embeddings // 32 + 2048 // 32
     page_bytes = 2 * 32 * 2 * MODEL.num_kv_heads * MODEL.head_dim // num_devices
-    without = step_bytes(config_of(None, None), MODEL, num_devices)
-    beside = step_bytes(config_of("int8", None), MODEL, num_devices) - without - num_pages * page_bytes
+    without = step_bytes(config_of(None, None), MODEL, BFLOAT16, num_devices)
+    beside = step_bytes(config_of("int8", None), MODEL, BFLOAT16, num_devices)
+    beside -= without + num_pages * page_bytes
     (spec,) = (one for one in specs_of(config_of("int8")).values() if one.num_tokens == 2048)
     part_rows = spec.partial_begin(3) - spec.partial_begin(2)
     assert part_rows * (MODEL.head_dim + 1) * 4 <= beside < 40 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("attention", "chunk_tokens", "num_tokens"),
+    [
+        ("pallas_triton", 32, 2048),
+        ("xla", 32, 2048),
+        ("pallas_mosaic_gpu", 16, 2048),
+        ("pallas_mosaic_gpu", 32, 256),
+    ],
+)
+def test_steps_that_decode_no_pages_keep_no_memory_for_them(
+    attention: str, chunk_tokens: int, num_tokens: int
+) -> None:
+    """Other back ends, pages of 16 tokens, and small steps read 8 bits as they are."""
+
+    def of(kv_dtype: str | None) -> EngineConfig:
+        scheduler = SchedulerConfig(max_num_batched_tokens=num_tokens, max_num_running=64)
+        return EngineConfig(
+            cache=CacheConfig(kv_dtype=kv_dtype, chunk_tokens=chunk_tokens), scheduler=scheduler
+        )
+
+    assert len({step_bytes(of(kv), MODEL, BFLOAT16, 1, attention) for kv in (None, "int8")}) == 1
 
 
 def test_a_plan_names_the_pages_of_long_prompts() -> None:

@@ -27,7 +27,9 @@ from pensieve_jax.device.sizing import (
     sized,
     step_bytes,
     warn_of_short_context,
+    with_fewer_pages,
 )
+from pensieve_jax.engine.drafting import index_bytes
 from pensieve_jax.scheduler import bucket_layout
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +79,7 @@ def test_rows_of_experts_are_temporaries_of_a_step():
     dense = dataclasses.replace(model, experts=None, layer_kinds=())
     num_tokens = of().scheduler.max_num_batched_tokens
     mlp_bytes = 4 * num_tokens * model.intermediate_size
-    expert_bytes = step_bytes(of(), model, 1) - step_bytes(of(), dense, 1) + mlp_bytes
+    expert_bytes = step_bytes(of(), model, BFLOAT16, 1) - step_bytes(of(), dense, BFLOAT16, 1) + mlp_bytes
     num_rows = expert_bytes / (2 * (2 * 2048 + 768))
     assert 8 * num_tokens < num_rows < 8 * num_tokens + 128 * 8 + 128
 
@@ -328,7 +330,7 @@ def test_a_step_needs_room_for_the_choice_of_drafted_tokens():
     model, plain = preset("llama3-8b"), of(max_num_running=4)
     drafting = of(max_num_running=4, speculation="history")
     num_rows = bucket_layout(drafting, 512, context_tokens=4096).max_num_samples
-    more = step_bytes(drafting, model, 1) - step_bytes(plain, model, 1)
+    more = step_bytes(drafting, model, BFLOAT16, 1) - step_bytes(plain, model, BFLOAT16, 1)
     assert num_rows == 36
     assert more == 20 * (num_rows - 4) * model.vocab_size
 
@@ -343,3 +345,31 @@ def test_one_line_says_what_is_taken_and_what_it_holds():
     assert memory_in_words(few, storage(tiny, few, "cpu", 2)) == (
         "KV cache: 1.0 MiB on 2 CPUs (2,048 tokens), nothing in host memory"
     )
+
+
+def test_fewer_pages_in_8_bits_are_not_of_a_size_that_no_kernel_addresses():
+    model, machine = preset("llama2-13b"), h200s("llama2-13b")
+    asked = of(CacheConfig(kv_dtype="int8", cpu_pages=0))
+    config = sized(asked, machine, model, BFLOAT16)
+    page_bytes = chunk_bytes(model, 32, BFLOAT16, "int8") // model.num_layers
+    num_pages = 3 * 2**30 // page_bytes
+    fewer = with_fewer_pages(config, num_pages, model, asked=asked, num_devices=1)
+    assert fewer.cache.gpu_pages * page_bytes < 2**31 < num_pages * page_bytes
+    assert fewer.scheduler.max_num_running <= config.scheduler.max_num_running
+
+
+@pytest.mark.parametrize("machine", ["h200s", "laptop"])
+def test_default_host_memory_leaves_room_for_the_indexes_of_drafts(machine):
+    """Half of what is free is the host tier of GPUs, and an eighth of the memory that of a CPU."""
+    model, dtype = preset("llama2-13b-gqa10"), BFLOAT16
+    found = gpus(H200_BYTES, 27 * 10**9, free_bytes=10 * GIB)
+    if machine == "laptop":
+        found, model, dtype = cpu(64 * GIB, 2 * GIB), preset("llama-tiny"), FLOAT32
+    plain = sized(of(), found, model, dtype)
+    drafting = sized(of(speculation="history"), found, model, dtype)
+    slot = slot_bytes(model, plain.cache, dtype)
+    less = (plain.cache.cpu_pages - drafting.cache.cpu_pages) * slot
+    num_bytes = index_bytes(drafting.scheduler.running_limit, model.max_position_embeddings)
+    share = 0.25 if machine == "laptop" else 0.5
+    assert less == pytest.approx(share * num_bytes, abs=3 * slot)
+    assert num_bytes > 3 * slot

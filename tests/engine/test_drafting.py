@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from pensieve_jax.core.conversation import PENDING_TOKEN
 from pensieve_jax.engine import drafting
 from pensieve_jax.engine.drafting import HistoryDrafter
+from pensieve_jax.engine.suffix_automaton import SuffixAutomaton
 from tests.engine.harness import Harness
 from tests.engine.trees import Forest
 from tests.seeds import new_seed
@@ -205,3 +208,61 @@ def test_the_tails_of_other_branches() -> None:
     assert branches.tails_beside(branch, 9) == [first[:9]]
     (other,) = [one for one in branches.at("ann", root) if one is not branch]
     assert branches.tails_beside(other, 1000) == [second]
+
+
+def test_the_most_recent_branches_are_found_at_the_same_cost_beside_many() -> None:
+    """Eight siblings, by their last activity: its beginning and its end both count."""
+    harness = Harness()
+    trees = Forest(harness)
+
+    def answered(parent: str | None, seed: int) -> str:
+        harness.clock.advance(1.0)
+        return trees.turn(parent, 3, seed=seed, owner="ann", max_tokens=2)
+
+    root = answered(None, 1)
+    tips = [answered(root, 2)]
+    counts: list[int] = []
+    branches = harness.engine.conversations.branches
+    for num in (20, 60):
+        while len(tips) < num:
+            tips.append(answered(root, 10 + len(tips)))
+        tips.append(answered(tips.pop(3), 1000 + num))  # an old branch goes on
+        (branch,) = branches.at("ann", tips[0])
+        calls = 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            tails = branches.tails_beside(branch, 10_000)
+        finally:
+            sys.setprofile(None)
+        counts.append(calls)
+        expected = [branches.at("ann", tip)[0] for tip in reversed(tips[-8:])]
+        num_root = branches.at("ann", root)[0].path[root].num_shared
+        assert tails == [one.conversation.token_ids[num_root:] for one in expected]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 40, 1000, 150_000])
+def test_an_index_takes_no_more_memory_than_is_set_aside(vocab_size: int) -> None:
+    choose = random.Random(new_seed())
+    ids = [choose.randrange(vocab_size) for _ in range(6000)]
+    tracemalloc.start()
+    try:
+        index = SuffixAutomaton()
+        for token_id in ids:
+            index.append(token_id)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(index.token_ids) == 6000 and num_bytes < drafting.BYTES_PER_ID * 6000
+
+
+def test_the_memory_of_indexes_follows_the_batch_and_the_context() -> None:
+    most = drafting.index_bytes(256, 131_072)
+    assert most == drafting.index_bytes(32, 131_072) == pytest.approx(0.84e9, rel=0.01)
+    assert drafting.index_bytes(16, 131_072) == most // 2
+    assert drafting.index_bytes(32, 2048) == 32 * (2048 + drafting.MAX_RELATED) * drafting.BYTES_PER_ID

@@ -107,6 +107,35 @@ def test_drafts_beside_masks_biases_and_early_ends_change_no_token() -> None:
     check_turns_beside_masks()
 
 
+def test_accepted_tokens_are_those_of_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a draft has behind the end of a reply holds as well, but does not belong to the reply."""
+    num_behind = 0
+    for seed in range(30):
+        plant_oracle(monkeypatch, FakeBench(), seed)
+        harness = drafting_harness()
+        facts = harness.facts(harness.prompt(9, seed), seed=seed, max_tokens=20, min_tokens=6)
+        stop_ids = harness.expected(facts)[6 + seed % 3 :][:1]
+        facts = dataclasses.replace(facts, params=dataclasses.replace(facts.params, stop_token_ids=stop_ids))
+        turn = harness.submit(facts)
+        rows: list[int] = []
+        accept = harness.engine._drafter.accept
+        monkeypatch.setattr(
+            harness.engine._drafter,
+            "accept",
+            lambda request, position, ids, rows=rows, accept=accept: (
+                rows.append(len(ids)),
+                accept(request, position, ids),
+            ),
+        )
+        (output,) = harness.run(turn)
+        num_tokens = len(output.token_ids)
+        before, last = sum(rows[:-1]), rows[-1]
+        expected = before - len(rows[:-1]) + min(num_tokens - before, last - 1)
+        assert harness.engine.stats()["num_accepted_draft_tokens"] == expected, seed
+        num_behind += max(last - 1 - (num_tokens - before), 0)
+    assert num_behind > 10, "too few drafts passed the end of a reply"
+
+
 @pytest.mark.parametrize("name", DRAFT_MUTATIONS)
 def test_a_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above show that nothing fails without the bug."""

@@ -329,6 +329,9 @@ def test_only_steps_with_long_prompts_have_a_scratch_pool() -> None:
     spec = byte_spec(512, 8, 50)
     with pytest.raises(AttentionArgumentError, match="page_indices = None: must be given"):
         build_tiles(spec, np.array([0, 300]), np.array([300]), 1)
+    batch = [jax.numpy.asarray(one, np.int32) for one in ([0, *[300] * 8], [300] * 8, [1])]
+    with pytest.raises(AttentionArgumentError, match="scratch_pages = 50: must be 0 for a list"):
+        build_tiles_traced(spec, *batch)
     with pytest.raises(AttentionArgumentError, match="scratch_pages = -1"):
         byte_spec(512, 8, -1)
     blocks = byte_spec(512, 8, 0).blocks

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from safetensors import safe_open
 
-from model_defs import load_model, make_mesh
+from model_defs import load_config, load_model, make_mesh
 from model_defs.parameters import named_parameters
 from pensieve_jax import LLM, CacheConfig, EngineConfig, RunnerConfig, SamplingParams, SchedulerConfig
 from pensieve_jax.device.dense_reference import DenseReference
+from tests.launching import load
 from tests.models.helpers import GOLDEN
+
+convert = load("scripts.convert_checkpoint").convert
 
 
 def test_a_scale_is_one_plus_the_weight_in_float32() -> None:
@@ -21,7 +26,7 @@ def test_a_scale_is_one_plus_the_weight_in_float32() -> None:
     dtypes = {name: value.dtype for name, value in values.items()}
     assert {str(dtype) for name, dtype in dtypes.items() if name.endswith("norm.scale")} == {"float32"}
     assert {str(dtype) for name, dtype in dtypes.items() if not name.endswith("norm.scale")} == {"bfloat16"}
-    assert str(model.dtype) == "bfloat16"
+    assert str(model.compute_dtype) == "bfloat16"
     names = {"layers.1.k_norm": "layers.1.self_attn.k_norm", "final_norm": "norm"}
     with safe_open(directory / "model.safetensors", framework="flax") as tensors:
         for ours, theirs in names.items():
@@ -37,6 +42,17 @@ def test_the_factor_of_embeddings_is_rounded_to_the_dtype(dtype: str, factor: fl
     ids = np.arange(5, dtype=np.int32)
     rows = np.asarray(model.embed.table.get_value()[:5], np.float32)
     np.testing.assert_array_equal(model.embed_tokens(ids, ids), rows * np.float32(factor))
+
+
+def test_a_conversion_keeps_both_dtypes(tmp_path: Path) -> None:
+    """The directory has the dtype of the model, whichever array comes first, and scales in float32."""
+    source = GOLDEN / "gemma3_ropes"
+    convert(str(source), tmp_path / "target", "bfloat16")
+    assert load_config(tmp_path / "target") == load_config(source)
+    models = [load_model(path, dtype="auto", mesh=make_mesh(1)) for path in (source, tmp_path / "target")]
+    for (name, one), (_, other) in zip(*map(named_parameters, models), strict=True):
+        assert one.get_value().dtype == other.get_value().dtype, name
+        np.testing.assert_array_equal(one.get_value(), other.get_value(), err_msg=name)
 
 
 def test_groups_of_layers_run_in_the_dtype_of_the_model() -> None:

@@ -201,7 +201,7 @@ def test_which_weights_are_kept(name: str) -> None:
     """Those of projections in layers; random weights are drawn as always, and then become codes."""
     plain = load_model(f"random:{name}", dtype="float32", mesh=make_mesh(1), seed=3)
     model = load_model(f"random:{name}", dtype="float32", mesh=make_mesh(1), seed=3, weights_dtype="int8")
-    assert (model.dtype, model.weights_dtype) == (jnp.float32, "int8")
+    assert (model.compute_dtype, model.weights_dtype) == (jnp.float32, "int8")
     assert source_names(model) == [one for one, _ in named_parameters(plain)]
     expected, found = values(plain), values(model)
     for one, value in expected.items():
@@ -262,7 +262,7 @@ def test_saved_codes_are_restored(saved: dict[str | None, Path], name: str) -> N
     assert_same(made, expected)
     assert [call[0] for call in calls] == list(range(1, calls[-1][1] + 1))
     assert load_config(saved[name]).dtype == "float32", "that of the computation"
-    assert load_model(saved[name], dtype="bfloat16", mesh=make_mesh(1)).dtype == jnp.bfloat16
+    assert load_model(saved[name], dtype="bfloat16", mesh=make_mesh(1)).compute_dtype == jnp.bfloat16
 
 
 def test_a_directory_of_the_older_version_loads(saved: dict[str | None, Path], tmp_path: Path) -> None:

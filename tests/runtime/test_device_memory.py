@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import ClassVar
 
 import jax
 import pytest
 
-from pensieve_jax import CacheConfig, ConfigError, EngineConfig
+from pensieve_jax import LLM, CacheConfig, ConfigError, EngineConfig, SchedulerConfig, assembly
 from pensieve_jax.assembly import make_runner
 from pensieve_jax.decoding.device import weights
+from pensieve_jax.device.page_budget import PagesDoNotFitError
 from pensieve_jax.runtime import device_memory
 from pensieve_jax.runtime.device_memory import VARIABLE, allow_device_memory, check_weights_fit, jax_share
 
@@ -95,3 +97,66 @@ def test_no_share_is_set_once_jax_has_clients(unset, monkeypatch):
     monkeypatch.setattr(device_memory, "has_clients", lambda: True)
     allow_device_memory()
     assert VARIABLE not in os.environ and jax_share() == 0.75
+
+
+@pytest.mark.parametrize("name", [VARIABLE, "XLA_CLIENT_MEM_FRACTION"])
+@pytest.mark.parametrize("value", ["most", "0", "-0.5", "nan", "inf", "90%"])
+def test_a_share_that_is_no_number_is_refused_by_the_name_of_its_variable(unset, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    for read in (allow_device_memory, jax_share):
+        with pytest.raises(ConfigError, match=rf"{name} is '{value}', but must be a number above 0"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        ({"gpu_memory_fraction": 0.5}, r"cache\.gpu_memory_fraction is 0\.5.*give cache\.gpu_pages"),
+        ({"gpu_memory_fraction": 0.5, "cpu_pages": 0}, r"does not report how much memory"),
+    ],
+)
+def test_a_share_of_an_unknown_memory_is_refused_before_anything_is_loaded_or_made(
+    tmp_path, monkeypatch, cache, says
+):
+    assert jax.default_backend() == "cpu"
+    monkeypatch.setattr(weights, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    config = EngineConfig(cache=CacheConfig(**cache))
+    with pytest.raises(ConfigError, match=says):
+        make_runner("random:llama-tiny", "float32", config, progress=False)
+    history = tmp_path / "history.sqlite"
+    with pytest.raises(ConfigError, match=says):
+        LLM("random:llama-tiny", dtype="float32", history=history, config=config)
+    assert not history.exists()
+
+
+def test_a_start_with_fewer_pages_derives_the_batch_again(monkeypatch):
+    """A step takes more memory than was expected, so the pages hold fewer requests."""
+    started = []
+
+    class Runner:
+        """A runner whose steps leave room for a quarter of the pages."""
+
+        layouts: ClassVar[dict[int, object]] = {16: None}
+        storage = None
+        device_pools: ClassVar[dict[str, object]] = {}
+
+        def __init__(self, model, config, mesh, *, given):
+            self.config = config
+
+        def warm_up(self, bar):
+            started.append(self.config)
+            if len(started) == 1:
+                error = PagesDoNotFitError("cache.gpu_memory_fraction", 0.9, "lower")
+                error.most = self.config.cache.gpu_pages // 4
+                raise error
+
+    monkeypatch.setattr(assembly, "ModelRunner", Runner)
+    monkeypatch.setattr(assembly, "memory_in_words", lambda config, storage: "")
+    _, config = make_runner("random:llama-tiny", "float32", EngineConfig(), progress=False)
+    pages = [one.cache.gpu_pages for one in started]
+    assert config is started[-1] and pages[1] == pages[0] // 4
+    assert [one.scheduler.max_num_running for one in started] == [32, 16], "one for 512 tokens, 16 at least"
+    started.clear()
+    asked = EngineConfig(scheduler=SchedulerConfig(max_num_running=20))
+    make_runner("random:llama-tiny", "float32", asked, progress=False)
+    assert [one.scheduler.max_num_running for one in started] == [20, 20]

@@ -210,3 +210,12 @@ for kind in (LLM, llm.PaddedLLM):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True True False"] * 2
+
+
+@pytest.mark.parametrize("value", ["much", "-1", "1.5", "64GiB"])
+def test_a_limit_that_is_no_number_is_refused_by_the_name_of_its_variable(monkeypatch, value):
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(ConfigError, match=f"{VARIABLE} is '{value}', but must be a number of GiB"):
+        pinnable_bytes()
+    with pytest.raises(ConfigError, match=f"{VARIABLE} is '{value}'"):
+        allow_pinning(100 * _GIB, None)

@@ -262,6 +262,42 @@ def test_an_argument_between_tags_has_the_type_of_its_schema(schema, text: str, 
     assert json.loads(read("qwen3_xml", reply, schemas=schemas).calls[0].arguments) == {"p": value}
 
 
+PIPE = '[5" pipe]'
+"""It begins like JSON, and opens a string that nothing ends."""
+
+
+@pytest.mark.parametrize(
+    ("behind", "arguments", "has_ended", "content"),
+    [
+        ("", {"p": PIPE}, False, ""),
+        (" ", {"p": PIPE}, False, ""),
+        ("</func", {"p": PIPE}, False, ""),
+        ("</function></tool_call>", {"p": PIPE}, True, ""),
+        ("</function></tool_call> done", {"p": PIPE}, True, "done"),
+        ("<parameter=q>1</parameter></function></tool_call>", {"p": PIPE, "q": 1}, True, ""),
+        (f"<parameter=q>{PIPE}</parameter></function></tool_call>", {"p": PIPE, "q": PIPE}, True, ""),
+    ],
+)
+def test_an_argument_that_only_begins_like_json_ends_at_its_tag(behind, arguments, has_ended, content):
+    """On one line no line break shows that it is text. The end of the reply does."""
+    reply = f"<tool_call><function=f><parameter=p>{PIPE}</parameter>{behind}"
+    schemas = {"f": {"properties": {"p": {"type": "array"}, "q": {"type": "integer"}}}}
+    for pieces in ([reply], list(reply)):
+        events = events_of(parser_of("qwen3_xml", schemas=schemas), pieces)
+        check_order(events)
+        found = parsed_reply(events)
+        assert json.loads(found.calls[0].arguments + "}" * (not has_ended)) == arguments
+        assert any(isinstance(event, CallEnded) for event in events) == has_ended
+        assert (found.content or "") == content
+
+
+@pytest.mark.parametrize("value", ['["a</parameter>b', '["</parameter> <b', '{"a": "</parameter>x'])
+def test_json_that_length_cuts_keeps_a_tag_in_its_string(value):
+    schemas = {"f": {"properties": {"p": {"type": "array"}}}}
+    found = read("qwen3_xml", f"<tool_call><function=f><parameter=p>{value}", schemas=schemas)
+    assert json.loads(found.calls[0].arguments + '"}') == {"p": value}
+
+
 def test_a_name_or_an_argument_of_any_depth_is_text():
     deep = "[" * 100_000 + "]" * 100_000
     parser = ReplyParser(TOOL_FORMATS["hermes"])

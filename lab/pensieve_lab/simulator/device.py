@@ -59,9 +59,11 @@ class SimulatedDevice:
         bucket = bucket_for(self._buckets, load.num_tokens)
         self.steps.launch(bucket, load.num_tokens, timeline.now())
         self._heat.rest(timeline.now() - timeline.device_free_s)
-        is_heating = self._step_time.is_heating(bucket)
-        heat = self._heat.step(self._step_time.seconds(load, 0.0), is_heating=is_heating)
-        seconds = self._step_time.seconds(load, heat)
+        step_time = self._step_time
+        attention_s = step_time.attention_s(load, bucket)
+        rested_s = step_time.dense_and_rest_s(bucket, load.num_tokens, 0.0) + attention_s
+        heat = self._heat.step(rested_s, is_heating=step_time.is_heating(bucket))
+        seconds = step_time.dense_and_rest_s(bucket, load.num_tokens, heat) + attention_s
         self.busy_s += seconds
         self.num_padded_tokens += bucket - load.num_tokens
         self.padding_s += self._step_time.padding_s(load.num_tokens)

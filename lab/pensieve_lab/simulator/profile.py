@@ -28,6 +28,7 @@ LAUNCHES = ("jaxlib", "engine")
 _FORMAT = "pensieve device profile, version 2"
 _FIELD = "device_profile"
 _NUMBERS = ("both_ways_share", "page_copy_byte_s", "fetch_s")
+_IN_BYTES = "in_bytes"  # of tiles; `DeviceProfile.keeping` sets it
 _DIRECTORY = Path(__file__).parent / "profiles"
 
 
@@ -206,7 +207,7 @@ class DeviceProfile:
         kv_read_s = self.step.kv_read_s * kv_token_bytes / self.kv_token_bytes / rate
         tiles = self.step.tiles
         if tiles is not None and kv_token_bytes < self.kv_token_bytes:
-            tiles = dataclasses.replace(tiles, block_s=tiles.block_s * (1 + tiles.stored_share))
+            tiles = dataclasses.replace(tiles, in_bytes=True)
         step = dataclasses.replace(self.step, kv_read_s=kv_read_s, tiles=tiles)
         return dataclasses.replace(self, kv_token_bytes=kv_token_bytes, step=step)
 
@@ -290,8 +291,14 @@ class _Reader:
 
     def _tiles(self, step: Mapping[str, Any]) -> TileCosts:
         part = self._part(step, "tiles")
-        names = [field.name for field in dataclasses.fields(TileCosts)]
-        return TileCosts(**{name: self._number(part, name, above=0) for name in names})
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(TileCosts):
+            if field.type == "bool":
+                fields[field.name] = field.name != _IN_BYTES and self._flag(part, field.name)
+            else:
+                number = self._number(part, field.name, above=0)
+                fields[field.name] = int(number) if field.type == "int" else number
+        return TileCosts(**fields)
 
     def _experts(self, step: Mapping[str, Any]) -> ExpertCosts:
         part = self._part(step, "experts")
@@ -381,6 +388,12 @@ class _Reader:
             limit = "from 0 on" if above is None else f"above {above:g}"
             raise self._error(f"a profile with a finite number {name!r} {limit}", f"found {found!r:.60}")
         return float(found)
+
+    def _flag(self, values: Mapping[str, Any], name: str) -> bool:
+        found: Any = values.get(name)
+        if not isinstance(found, bool):
+            raise self._error(f"a profile with true or false as {name!r}", f"found {found!r:.60}")
+        return found
 
     def _error(self, limit: str, hint: str = "") -> ConfigError:
         return ConfigError(_FIELD, self._name, limit, hint)

@@ -113,8 +113,12 @@ class StepTime:
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
             heat = float(self.is_heating(bucket))
-        rested_s, hot_s = self._dense_and_rest_s(bucket, load.num_tokens)
-        return rested_s + heat * hot_s + self._attention_s(load, bucket)
+        return self.dense_and_rest_s(bucket, load.num_tokens, heat) + self.attention_s(load, bucket)
+
+    def dense_and_rest_s(self, bucket: int, num_tokens: int, heat: float) -> float:
+        """Return the time of all but attention, for `num_tokens` in a bucket."""
+        rested_s, hot_s = self._rested_and_hot_s(bucket, num_tokens)
+        return rested_s + heat * hot_s
 
     def is_heating(self, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
@@ -130,13 +134,13 @@ class StepTime:
         seconds = self._padding_s.get(num_tokens)
         if seconds is None:
             of_bucket, exact = (
-                self._dense_and_rest_s(size, num_tokens)[0]
+                self._rested_and_hot_s(size, num_tokens)[0]
                 for size in (bucket_for(self._buckets, num_tokens), num_tokens)
             )
             seconds = self._padding_s[num_tokens] = of_bucket - exact
         return seconds
 
-    def _dense_and_rest_s(self, bucket: int, num_tokens: int) -> tuple[float, float]:
+    def _rested_and_hot_s(self, bucket: int, num_tokens: int) -> tuple[float, float]:
         """Return the time on a rested device, and what a hot one takes more, for `num_tokens` in a bucket."""
         size = bucket, 0 if self._costs.experts is None else num_tokens
         found = self._by_size.get(size)
@@ -157,7 +161,8 @@ class StepTime:
         experts = self._costs.experts
         return self._costs.weight_read_s + (0.0 if experts is None else experts.step_read_s(num_tokens))
 
-    def _attention_s(self, load: StepLoad, bucket: int) -> float:
+    def attention_s(self, load: StepLoad, bucket: int) -> float:
+        """Return the time of attention of a step with `bucket` padded tokens."""
         return sum(
             share * self._attention_within_s(load, bucket, window) for window, share in self._costs.windows
         )

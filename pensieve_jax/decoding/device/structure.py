@@ -57,7 +57,7 @@ class ModelStructure:
         mesh = next(iter(arrays.values())).sharding.mesh
         short = abstract_model(
             model.config.with_layers(layers),
-            dtype=model.dtype.name,
+            dtype=model.compute_dtype.name,
             mesh=mesh,
             weights_dtype=model.weights_dtype,
         )

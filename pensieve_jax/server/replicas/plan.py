@@ -24,6 +24,7 @@ FLUSH_S: Final = 10.0
 _POSTGRES: Final = "postgresql://USER@HOST/DATABASE, which replicas can share"
 _NO_KEYS: Final = "allow_no_keys"
 """Field of `server` in a file. It allows every client of Serve's proxies to read and delete everything."""
+_PER_KEY: Final = "max_in_flight_per_key"
 _GROUPS: Final = {"cache": CacheConfig, "scheduler": SchedulerConfig, "runner": RunnerConfig}
 
 
@@ -132,6 +133,9 @@ def plan_of(arguments: Mapping[str, Any]) -> tuple[ReplicaPlan, ServerSettings]:
         if name not in given:
             raise ConfigError(f"args.{name}", None, "given", "see deploy/ray_serve.yaml")
     wants_keys = server.pop(_NO_KEYS, False) is not True
+    if _PER_KEY in server and server.get("api_keys_file") is None:
+        advice = "give args.server.api_keys_file"
+        raise ConfigError(f"args.server.{_PER_KEY}", server[_PER_KEY], "left out without it", advice)
     as_tuples: Any = {
         name: tuple(value) if isinstance(value, list) else value for name, value in server.items()
     }

@@ -143,3 +143,23 @@ def test_the_list_is_managed_with_the_keyboard(server: PageServer, visit: Visit)
     keyboard.press("Enter")
     row(visit, "Trip").wait_for()
     assert focused("textContent") == "Trip"
+
+
+def test_the_delete_key_asks_before_it_deletes(server: PageServer, visit: Visit) -> None:
+    fill(server, "Where is Rome?", "Where is Oslo?")
+    reload(visit)
+    visit.page.locator("#search").press("Delete")
+    assert not visit.page.locator("#manage").is_visible(), "in a field it deletes text"
+    visit.page.locator("#search").press("Tab")
+    kept = listed(visit)[1]
+    keyboard = visit.page.keyboard
+    for answer in ("Escape", "Enter"):
+        keyboard.press("Delete")
+        assert visit.page.evaluate("document.activeElement.id") == "manage-name"
+        visit.page.locator("#manage-delete").press("Enter")
+        assert visit.page.evaluate("document.activeElement.id") == "manage-keep"
+        (visit.page.locator("#manage-confirm") if answer == "Enter" else keyboard).press(answer)
+        visit.page.locator("#manage").wait_for(state="hidden")
+        expected = 1 if answer == "Enter" else 2
+        visit.page.wait_for_function(f"document.querySelectorAll('#trees a').length === {expected}")
+    assert listed(visit) == [kept]

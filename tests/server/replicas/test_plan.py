@@ -88,6 +88,10 @@ def test_a_file_uses_the_names_of_the_flags():
         ({"model": "chat", "history": URL}, "args.server.api_keys_file"),
         ({"model": "chat", "history": URL, "server": {"allow_no_keys": "yes"}}, "args.server.api_keys_file"),
         ({"model": "chat", "history": URL, "server": {"allow_no_keys": True, "host": "0.0.0.0"}}, "host"),
+        (
+            {"model": "chat", "history": URL, "server": {"allow_no_keys": True, "max_in_flight_per_key": 9}},
+            "args.server.max_in_flight_per_key",
+        ),
     ],
 )
 def test_a_file_with_unknown_fields_or_values_is_refused_with_the_field(values, field):
