@@ -29,7 +29,7 @@ from pensieve_lab.compile_only.gpu import targeting_h200
 from pensieve_lab.kernels.projections import projections
 
 KINDS = ("attention", "products", "steps")
-_NUM_PAGES = 4096
+_NUM_PAGES, _CHUNK_TOKENS = 4096, 32
 _CONTEXT_TOKENS = 4096
 _DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -123,8 +123,9 @@ def _products(device: Any, wanted: Wanted) -> Iterator[Subject]:
 
 def _steps(device: Any, wanted: Wanted) -> Iterator[Subject]:
     """Yield the programs of each step, in one group of layers, without samplers."""
-    model, buckets = wanted.model, tuple(sorted(wanted.tokens))
-    num_running = max(min(buckets[-1] - 32, 256), 1)
+    # A configuration needs a step of more than a chunk, which is compiled on demand alone.
+    model, buckets = wanted.model, tuple(sorted({*wanted.tokens, max(*wanted.tokens, 2 * _CHUNK_TOKENS)}))
+    num_running = min(buckets[-1] - _CHUNK_TOKENS, 256)
     config = EngineConfig(
         cache=CacheConfig(gpu_pages=_NUM_PAGES, kv_dtype=wanted.kv_dtype),
         scheduler=SchedulerConfig(
@@ -150,9 +151,11 @@ def _steps(device: Any, wanted: Wanted) -> Iterator[Subject]:
         num_top=config.runner.max_logprobs,
         exchange=Exchange(None, model, dtype, mesh),
         small_batch_matmul=kernels.decode_matmul.name,
+        experts="xla" if kernels.experts is None else kernels.experts.name,
     )
+    asked = tuple(f"step of {tokens} tokens" for tokens in wanted.tokens)
     for job in programs.jobs(StepExecutables({}, {}, {}, {}, {}, {})):
-        if job.name.startswith("step of"):
+        if job.name.startswith(asked):
             yield Subject(job.name, functools.partial(_lowered_program, job.program))
 
 
