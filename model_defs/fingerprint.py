@@ -2,9 +2,8 @@
 
 Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
 model. It depends on the arithmetic of the config, on the source of the weights and on the format in 8 bits
-that they are kept in, not on dtype, mesh or directory, nor on the context length unless that chooses
-longrope's factors. A converted checkpoint keeps the
-fingerprint of its source.
+that they are kept in. It does not depend on dtype, mesh or directory, nor on the context length unless that
+chooses longrope's factors. A converted checkpoint keeps the fingerprint of its source.
 """
 
 import dataclasses
