@@ -1,10 +1,10 @@
 """Loading of a model from the tensors of a Hugging Face checkpoint.
 
-Owns the check that a checkpoint has exactly the tensors of the config. It reads only headers, except that
-the bytes of a tied head are compared with its table, and small tensors that say how others are stored are
-read. Each parameter is made of one to three tensors, or of sections of one, by the recipes of hf_recipes. In
-a quantized checkpoint each of these has a source of several. They are copied to the devices in the file's
-form, and decoded, cast, transposed and fused there, one parameter at a time.
+Owns the check that a checkpoint has exactly the tensors of the config. It reads only headers, except that the
+bytes of a tied head are compared with its table, and small tensors that say how others are stored are read.
+Each parameter is made of one to three tensors, of sections of one, or of those of all experts, by the recipes
+of hf_recipes. In a quantized checkpoint each of these has a source of several. They are copied to the devices
+in the file's form, and decoded, cast, transposed and fused there, one parameter at a time.
 """
 
 import functools
@@ -29,7 +29,7 @@ from model_defs.tensor_recipes import Recipe
 
 _MAX_NAMES_SHOWN = 8
 # In this order: a multimodal checkpoint may have three of them.
-_PREFIXES = ("model.", "language_model.", "model.", "decoder.", "transformer.")
+_PREFIXES = ("model.", "language_model.", "text_model.", "model.", "decoder.", "transformer.")
 _HEAD = "lm_head.weight"
 _HEAD_MODULE = _HEAD.removesuffix("weight")
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte

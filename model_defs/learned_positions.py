@@ -38,7 +38,7 @@ class LayerNormLayer(nnx.Module):
         """Run the layer on the residual stream `x` f32[T, hidden_size]; return the new stream and term.
 
         `y` is the output of the previous layer, which the first norm adds to the stream; the returned term
-        is for the next layer's norm. With post-norm it is None, since the stream is the normed sum.
+        is for the next layer's norm. With post-norm it is left out, as the stream is the normed sum.
         """
         if self.pre_norm:
             x, normed = self.attention_norm.add(x, y)

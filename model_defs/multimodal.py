@@ -53,6 +53,14 @@ _QWEN2_DEFAULTS = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+# Published files leave out what equals them.
+_LLAMA_DEFAULTS = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "vocab_size": 32000,
+}
 
 MULTIMODAL: dict[str, Multimodal] = {
     row.hf_architecture: row
@@ -89,6 +97,29 @@ MULTIMODAL: dict[str, Multimodal] = {
             text_type="mistral",
             left_out=("vision_tower.", "multi_modal_projector."),
             others={"ministral3": "ministral3"},
+        ),
+        Multimodal(
+            name="internvl",
+            hf_architecture="InternVLForConditionalGeneration",
+            family="qwen2",
+            text_type="qwen2",
+            left_out=("vision_tower.", "multi_modal_projector."),
+            others={"qwen3": "qwen3"},
+        ),
+        *(
+            Multimodal(
+                name=name,
+                hf_architecture=hf_architecture,
+                family="llama",
+                text_type="llama",
+                left_out=left_out,
+                defaults=_LLAMA_DEFAULTS,
+            )
+            for name, hf_architecture, left_out in (
+                ("llava", "LlavaForConditionalGeneration", ("vision_tower.", "multi_modal_projector.")),
+                ("idefics3", "Idefics3ForConditionalGeneration", ("vision_model.", "connector.")),
+                ("smolvlm", "SmolVLMForConditionalGeneration", ("vision_model.", "connector.")),
+            )
         ),
         Multimodal(
             name="gemma3",

@@ -35,6 +35,7 @@ from model_defs.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
 )
 from model_defs.family import Family
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
         gpt2.FAMILY,
         granite.FAMILY,
         ministral3.FAMILY,
+        seed_oss.FAMILY,
         glm4.FAMILY,
         smollm3.FAMILY,
         olmo3.FAMILY,

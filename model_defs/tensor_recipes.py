@@ -136,6 +136,9 @@ def attention_recipes(config: ModelConfig, out_name: str, *, num_adjacent: int =
     }
 
 
+_STACKED = 16  # arrays of one concatenation
+
+
 class ExpertNames(NamedTuple):
     """Names of the tensors of a layer's experts; `{}` stands for the number of the expert."""
 
@@ -149,11 +152,14 @@ def expert_recipes(hidden: int, config: ExpertsConfig, names: ExpertNames) -> di
     """Return the recipes of the router and of the stacked experts, from one tensor for each expert."""
     num, wide = config.num_experts, config.width
 
-    def stack_pairs(*weights: jax.Array) -> jax.Array:
-        return jnp.stack(weights).reshape(num, 2, *weights[0].shape)
-
     def stack(*weights: jax.Array) -> jax.Array:
-        return jnp.stack(weights)
+        # In parts: XLA takes seconds to compile one concatenation of 256 arrays.
+        starts = range(0, len(weights), _STACKED)
+        parts = [optimization_barrier(jnp.stack(weights[i : i + _STACKED])) for i in starts]
+        return jnp.concatenate(parts)
+
+    def stack_pairs(*weights: jax.Array) -> jax.Array:
+        return stack(*weights).reshape(num, 2, *weights[0].shape)
 
     pairs = tuple(name.format(i) for i in range(num) for name in (names.gate, names.up))
     downs = tuple(names.down.format(i) for i in range(num))

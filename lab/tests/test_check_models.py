@@ -21,6 +21,7 @@ VARIANTS = {
     "gpt2_tied": "gpt2",
     "granite_tied": "granite",
     "ministral3_growth": "ministral3",
+    "seed_oss_gqa": "seed_oss",
     "olmo2_gqa": "olmo2",
     "glm4_bias": "glm4",
     "smollm3_nope": "smollm3",

@@ -189,9 +189,11 @@ def add_block(
                 pair = [score, score + value_scales[place]]
                 if masked:
                     key = first_key + begin + (key_of(threads.g) + 8 * place)
-                    pair = [threads.select(key > last_key, _MASKED, x) for x in pair]
+                    is_hidden = key > last_key
+                    pair = [threads.select(is_hidden, _MASKED, x) for x in pair]
                     for hidden_key in hidden:  # the last one before the window
-                        pair = [threads.select(key > hidden_key, x, _MASKED) for x in pair]
+                        is_seen = key > hidden_key
+                        pair = [threads.select(is_seen, x, _MASKED) for x in pair]
                 scores.append(pair)
             m, total = state[n][e], state[n][2 + e]
             column, state[n][e], state[n][2 + e], alpha = _weigh(threads, scores, m, total)

@@ -110,16 +110,13 @@ _QWEN_VISION = {
     "spatial_merge_size": 1,
     "out_hidden_size": 24,
 }
-_PIXTRAL = {
-    "model_type": "pixtral",
+_SMALL_VISION = {
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
-    "head_dim": 4,
-    "image_size": 4,
-    "patch_size": 2,
 }
+_PIXTRAL = _SMALL_VISION | {"model_type": "pixtral", "head_dim": 4, "image_size": 4, "patch_size": 2}
 
 VARIANTS: dict[str, Variant] = {
     "opt_pre_norm": Variant("opt", {"ffn_dim": 40}),
@@ -284,6 +281,20 @@ VARIANTS: dict[str, Variant] = {
         vision=_PIXTRAL,
         seed=111,
     ),
+    "qwen3_in_internvl": Variant(
+        "internvl",
+        _QWEN3 | {"model_type": "qwen3"},
+        vision=_SMALL_VISION | {"image_size": [4, 4], "patch_size": [2, 2]},
+        seed=112,
+    ),
+    "llama_in_smolvlm": Variant(
+        "smolvlm",
+        _GQA | {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+        "float16",
+        vision=_SMALL_VISION | {"image_size": 4, "patch_size": 2},
+        seed=113,
+    ),
+    "seed_oss_gqa": Variant("seed_oss", _QWEN3 | {"mlp_bias": True}, seed=114),
     "olmo2_gqa": Variant("olmo2", _OLMO2 | {"rms_norm_eps": 1e-6}, seed=201),
     "olmo2_bias": Variant(
         "olmo2",

@@ -25,6 +25,7 @@ from pallas_kernels.ragged_paged_attention.block_sizes import MAX_NUM_SPLITS, ME
 from pallas_kernels.ragged_paged_attention.metadata import build_tiles_traced
 from pallas_kernels.ragged_paged_attention.mosaic_launch import NUM_PROGRAMS
 from pallas_kernels.ragged_paged_attention.tile_specs import HEADER_LEN, NUM_DECODED, NUM_FIELDS
+from tests.kernels.planting import plant
 
 TWO = BlockSizes((TileClass(16, 64, 4, 3, 128, 40), TileClass(64, 32, 4, 3, 256, 20)))
 ONE = BlockSizes((TileClass(32, 64, 4, 3, 128, 40),))
@@ -160,6 +161,30 @@ def test_covers_the_windows_once(blocks: BlockSizes | None, seed: int, window: i
     spec = spec_for(int(rng.integers(1, 700)), int(rng.integers(1, 40)), blocks, heads, window)
     batch = draw(rng, spec)
     check(spec, build_tiles(spec, *batch), *batch)
+
+
+FIRST_KEY = "position - (spec.window - 1)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (FIRST_KEY, "position + num_tokens - spec.window"),
+        (FIRST_KEY, "position - spec.window"),
+        (FIRST_KEY, "position - (spec.window - 2)"),
+        ("kv_first.take(tile) + kv_begin", "kv_begin"),
+        ("num_keys = kv_end - kv_first", "num_keys = kv_end - kv_first - 1"),
+    ],
+    ids=["the last token's", "a key too many", "a key too few", "parts from key 0", "a key not counted"],
+)
+def test_planted_bugs_show(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, fields, "_class_lists", old, new)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            rng = np.random.default_rng(seed)
+            spec = spec_for(300, 20, TWO, window=int(rng.integers(1, 400)))
+            batch = draw(rng, spec)
+            check(spec, build_tiles(spec, *batch), *batch)
 
 
 @pytest.mark.parametrize("blocks", [TWO, FILLING], ids=["two", "filling"])

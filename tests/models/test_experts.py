@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from model_defs import (
     ExpertsConfig,
@@ -360,3 +365,33 @@ def test_names_and_shapes() -> None:
 def test_the_number_of_experts_that_a_step_reads() -> None:
     config = ExpertsConfig(num_experts=128, num_chosen=8, width=768)
     assert [round(config.num_read(num), 1) for num in (1, 32, 128)] == [8.0, 111.8, 128.0]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_quantized_experts(tmp_path: Path, num_devices: int) -> None:
+    """As in Qwen3-30B-A3B-FP8, matrices of experts are codes with scales, and the router is plain."""
+    directories = [
+        Path(shutil.copytree(GOLDEN / "qwen3_moe_gqa", tmp_path / name)) for name in ("codes", "plain")
+    ]
+    codes, plain = {}, {}
+    for name, weight in load_file(directories[0] / "model.safetensors").items():
+        codes[name] = plain[name] = weight
+        if "_proj.weight" in name:
+            scale = np.float32(np.abs(weight.astype(np.float32)).max() / 448)
+            codes[name] = (weight.astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn)
+            codes[name + "_scale_inv"] = np.full((1, 1), scale)
+            plain[name] = codes[name].astype(np.float32) * scale
+    for directory, tensors in zip(directories, (codes, plain), strict=True):
+        save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directories[0] / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+    }
+    (directories[0] / "config.json").write_text(json.dumps(config))
+    mesh = make_mesh(num_devices)
+    models = [load_model(directory, dtype="float32", mesh=mesh) for directory in directories]
+    for (name, one), (_, other) in zip(*map(named_parameters, models), strict=True):
+        np.testing.assert_array_equal(one.get_value(), other.get_value(), err_msg=name)

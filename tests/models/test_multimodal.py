@@ -143,6 +143,69 @@ MINISTRAL3_8B: dict[str, Any] = MISTRAL_SMALL_3_1 | {
     },
 }
 
+INTERNVL3_8B: dict[str, Any] = {
+    "architectures": ["InternVLForConditionalGeneration"],
+    "model_type": "internvl",
+    "text_config": {
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 70,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151674,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "internvl_vision"},
+}
+SMOLVLM2_2B: dict[str, Any] = {
+    "architectures": ["SmolVLMForConditionalGeneration"],
+    "model_type": "smolvlm",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "architectures": ["VLlama3ForCausalLM"],
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 130000,
+        "vocab_size": 49280,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "model_type": "smolvlm_vision"},
+}
+LLAVA_7B: dict[str, Any] = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model"},
+}
+
 
 def changed(values: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Return the config with options of the text half replaced; `is_tied` is that of both halves."""
@@ -176,6 +239,18 @@ PUBLISHED = {
     "Qwen3-VL-8B": (changed(QWEN3_VL_4B, **sizes(36, 4096, 12288, 32, 8), is_tied=False), 8.19),
     "Qwen3-VL-32B": (changed(QWEN3_VL_4B, **sizes(64, 5120, 25600, 64, 8), is_tied=False), 32.76),
     "Mistral-Small-3.1-24B": (MISTRAL_SMALL_3_1, 23.57),
+    "InternVL3-8B": (changed(INTERNVL3_8B, rope_scaling=None), 7.61),
+    "InternVL3.5-8B": (
+        changed(
+            INTERNVL3_8B,
+            **sizes(36, 4096, 12288, 32, 8, head_dim=128, vocab_size=151936),
+            model_type="qwen3",
+            rope_scaling=None,
+        ),
+        8.19,
+    ),
+    "SmolVLM2-2.2B": (SMOLVLM2_2B, 1.81),
+    "Llava-1.5-7B": (LLAVA_7B, 6.74),
     "Ministral-3-3B": (changed(MINISTRAL3_8B, **sizes(26, 3072, 9216, 32, 8), is_tied=True), 3.43),
     "Ministral-3-8B": (MINISTRAL3_8B, 8.49),
     "Ministral-3-14B": (changed(MINISTRAL3_8B, **sizes(40, 5120, 16384, 32, 8)), 13.51),
@@ -190,8 +265,9 @@ def as_saved_now(values: dict[str, Any]) -> dict[str, Any]:
         return values
     rope = text.pop("rope_scaling", None) or {"rope_type": "default"}
     rope = {key: "default" if value == "mrope" else value for key, value in rope.items()}
-    text["rope_parameters"] = rope | {"rope_theta": text.pop("rope_theta")}
-    text["model_type"] = MULTIMODAL[values["architectures"][0]].text_type
+    text["rope_parameters"] = rope | {"rope_theta": text.pop("rope_theta", 10000.0)}
+    if "text_config" not in values:
+        text["model_type"] = MULTIMODAL[values["architectures"][0]].text_type
     outer = {key: values[key] for key in ("architectures", "model_type", "vision_config")}
     tied = {key: values[key] for key in ("tie_word_embeddings",) if key in values}
     return outer | tied | {"dtype": "bfloat16", "text_config": text}
@@ -253,6 +329,11 @@ def test_a_window_is_that_of_the_text_half() -> None:
             changed(MISTRAL_SMALL_3_1, model_type="mistral4"),
             "text_config has model_type='mistral4', which is not supported in Mistral3ForCondition.*; one",
         ),
+        (INTERNVL3_8B, "rope_type='dynamic' is not supported"),
+        (
+            changed(LLAVA_7B, model_type="mistral"),
+            "model_type='mistral', which is not .*Llava.*; one of 'llama'",
+        ),
         (QWEN3_VL_4B | {"text_config": None}, "text_config=None must be an object"),
         (QWEN2_5_VL_7B | {"text_config": [1]}, r"text_config=\[1\] must be an object"),
         (
@@ -279,9 +360,9 @@ def rewritten(variant: str, directory: Path, **prefixes: str) -> Path:
     tensors = {}
     for name, value in load_file(directory / "model.safetensors").items():
         short = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
-        half = "head" if short == "lm_head.weight" else "image" if "vis" in short else "text"
-        if short.startswith("multi_modal_projector"):
-            half = "image"
+        short = short.removeprefix("text_model.")
+        is_image = "vis" in short or short.startswith(("multi_modal_projector", "connector"))
+        half = "head" if short == "lm_head.weight" else "image" if is_image else "text"
         tensors[prefixes.get(half, "") + short] = value
     save_file(tensors, directory / "model.safetensors")
     return directory
@@ -291,6 +372,8 @@ OLD = {
     "qwen2_5_vl": {"text": "model."},
     "qwen3_vl": {"text": "model.language_model.", "image": "model."},
     "mistral3": {"text": "language_model.model.", "head": "language_model."},
+    "qwen3_in_internvl": {"text": "language_model.model.", "head": "language_model."},
+    "llama_in_smolvlm": {"text": "model.text_model.", "image": "model."},
 }
 NEW = {"text": "model.language_model.", "image": "model."}
 

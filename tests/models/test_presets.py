@@ -45,6 +45,7 @@ BILLIONS = {
     "mistral-7b": 7.25,
     "mistral-small-24b": 23.57,
     "ministral3-8b": 8.49,
+    "seed-oss-36b": 36.15,
     "phi4": 14.66,
     "granite-8b": 8.171,
     "gpt2": 0.1244,
@@ -66,6 +67,7 @@ TINY = [
     "qwen3-tiny",
     "mistral-tiny",
     "ministral3-tiny",
+    "seed_oss-tiny",
     "phi3-tiny",
     "granite-tiny",
     "gpt2-tiny",
@@ -130,12 +132,13 @@ def test_random_weights_do_not_depend_on_the_mesh(name: str) -> None:
     expected = dict.fromkeys(drawn, 0.3)
     for name in drawn:
         if name.endswith(RESIDUAL_KERNELS):
-            expected[name] = 0.3 / 2  # two terms per layer, two layers
+            expected[name] = 0.3 / (2 * models[0].config.num_layers) ** 0.5  # two terms per layer
         elif name == "embed.table" and "head.table" in drawn:
             expected[name] = 2.0
     for name, value in drawn.items():
-        assert value.std() == pytest.approx(expected[name], rel=0.06), name
-        assert abs(value.mean()) < 0.07 * expected[name], name
+        tolerance = max(0.06, 3 / value.size**0.5)  # a small router has few values
+        assert value.std() == pytest.approx(expected[name], rel=tolerance), name
+        assert abs(value.mean()) < (0.01 + tolerance) * expected[name], name
     assert len({value.tobytes()[:64] for value in drawn.values()}) == len(drawn)
     for key, parameter in named_parameters(other_seed):
         assert key.endswith("norm.scale") or not np.array_equal(values[key], parameter.get_value())

@@ -154,11 +154,29 @@ def growing(**options: Any) -> dict[str, Any]:
     return MINISTRAL3 | {"rope_parameters": MINISTRAL3["rope_parameters"] | options}
 
 
+SEED_OSS = named(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    **sizes(64, 5120, 80, 8, 27648),
+    attention_bias=True,
+    attention_out_bias=False,
+    bos_token_id=0,
+    eos_token_id=2,
+    head_dim=128,
+    max_position_embeddings=524288,
+    mlp_bias=False,
+    rms_norm_eps=1e-6,
+    rope_scaling={"rope_type": "default"},
+    rope_theta=10000000.0,
+    vocab_size=155136,
+)
+
 PUBLISHED: dict[str, tuple[dict[str, Any], float, dict[str, Any]]] = {
     "OLMo-2-0425-1B": (OLMO2 | sizes(16, 2048, 16, 16, 8192), 1.485, {"head_dim": 128}),
     "OLMo-2-1124-7B": (OLMO2, 7.299, {"head_dim": 128, "group_size": 1}),
     "OLMo-2-1124-13B": (OLMO2 | sizes(40, 5120, 40, 40, 13824), 13.716, {"head_dim": 128}),
     "OLMo-2-0325-32B": (OLMO2 | sizes(64, 5120, 40, 8, 27648), 32.234, {"group_size": 5}),
+    "Seed-OSS-36B": (SEED_OSS, 36.151, {"attention_bias": True, "group_size": 10, "head_dim": 128}),
     "distilgpt2": (gpt2_sizes(6, 768, 12), 0.08191, {"dtype": "float32"}),
     "gpt2": (GPT2, 0.12444, {"head_dim": 64, "intermediate_size": 3072, "activation": "gelu_tanh"}),
     "gpt2-medium": (gpt2_sizes(24, 1024, 16), 0.35482, {"head_dim": 64}),
@@ -199,6 +217,7 @@ PRESETS = {
     "gpt2": "gpt2",
     "gpt2-large": "gpt2-large",
     "granite-8b": "granite-3.3-8b",
+    "seed-oss-36b": "Seed-OSS-36B",
 }
 
 
@@ -247,6 +266,21 @@ def test_options_and_defaults_of_ministral3() -> None:
     assert parse_hf_config(MINISTRAL3 | {"sliding_window": 99}).windows == (99,)
     prints = {model_fingerprint(parse_hf_config(growing(llama_4_scaling_beta=x)), "random:x") for x in (1, 2)}
     assert len(prints) == 2
+
+
+def test_options_and_defaults_of_seed_oss() -> None:
+    optional = (
+        "attention_bias",
+        "attention_out_bias",
+        "mlp_bias",
+        "head_dim",
+        "bos_token_id",
+        "eos_token_id",
+    )
+    optional += ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+    assert parse_hf_config(without(SEED_OSS, *optional)) == preset("seed-oss-36b")
+    biases = {"attention_bias": False, "mlp_bias": True}
+    assert parse_hf_config(SEED_OSS | biases) == preset("seed-oss-36b", **biases)
 
 
 def test_options_and_defaults_of_granite() -> None:
@@ -333,6 +367,8 @@ REFUSED = [
     (growing(rope_type="default"), "rope_type='default' is not supported in this family; 'yarn' is"),
     (growing(rope_type="dynamic"), "rope_type='dynamic' is not supported"),
     (MINISTRAL3 | {"layer_types": ["sliding_attention"]}, "layer_types: 'sliding_attention'"),
+    (SEED_OSS | {"attention_out_bias": True}, "attention_out_bias=True is not supported; False is"),
+    (SEED_OSS | {"attention_out_bias": "no"}, "attention_out_bias='no' must be true or false"),
     (scaled(type="linear", factor=2.0), "rope_type='linear' is not supported in this family; 'default' and"),
     (scaled(type="dynamic"), "rope_type='dynamic' is not supported in this family"),
     (scaled(short_factor=[1.0] * 47), "short_factors has 47 numbers; it must have 48"),

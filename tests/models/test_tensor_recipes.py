@@ -7,8 +7,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from model_defs import preset
-from model_defs.tensor_recipes import attention_recipes, from_one_tensor, gated_mlp_recipes, transposed
+from model_defs import ExpertsConfig, preset
+from model_defs.tensor_recipes import (
+    ExpertNames,
+    attention_recipes,
+    expert_recipes,
+    from_one_tensor,
+    gated_mlp_recipes,
+    transposed,
+)
 
 CONFIG = preset("llama-tiny")
 HALF_CONFIG = dataclasses.replace(
@@ -18,9 +25,17 @@ HALF_CONFIG = dataclasses.replace(
     head_dim=CONFIG.head_dim,
     intermediate_size=CONFIG.intermediate_size // 2,
 )
-WHOLE, HALF = (
-    attention_recipes(config, "o_proj") | gated_mlp_recipes(config) for config in (CONFIG, HALF_CONFIG)
-)
+NAMES = ExpertNames(router="router", gate="{}.gate", up="{}.up", down="{}.down")
+
+
+def recipes_of(config):
+    """Return all recipes, with those of more experts than are stacked in one part."""
+    experts = ExpertsConfig(num_experts=21, num_chosen=2, width=config.intermediate_size)
+    mixture = expert_recipes(config.hidden_size, experts, NAMES)
+    return attention_recipes(config, "o_proj") | gated_mlp_recipes(config) | mixture
+
+
+WHOLE, HALF = map(recipes_of, (CONFIG, HALF_CONFIG))
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in WHOLE.items() if recipe.assemble is not None])
@@ -35,6 +50,17 @@ def test_halves_of_the_tensors_are_assembled_as_halves_of_the_whole(name):
     parts = [np.asarray(half.assemble(*(one[index] for one in split))) for index in range(2)]
     (axis,) = (axis for axis, size in enumerate(expected.shape) if parts[0].shape[axis] != size)
     np.testing.assert_array_equal(np.concatenate(parts, axis), expected)
+
+
+def test_experts_are_stacked_in_their_order():
+    recipe = WHOLE["mlp.experts.gate_up"]
+    assert recipe.names[:3] == ("0.gate", "0.up", "1.gate") and recipe.names[-1] == "20.up"
+    tensors = [np.full((2, 3), number, np.float32) for number in range(42)]
+    found = np.asarray(recipe.assemble(*tensors))
+    assert found.shape == (21, 2, 2, 3)
+    np.testing.assert_array_equal(found[:, :, 0, 0].ravel(), np.arange(42))
+    found = np.asarray(WHOLE["mlp.experts.down"].assemble(*tensors[:21]))
+    np.testing.assert_array_equal(found[:, 1, 2], np.arange(21))
 
 
 @pytest.mark.parametrize("name", ["qkv.proj.kernel", "mlp.gate_up.kernel", "qkv.proj.bias"])

@@ -3,9 +3,9 @@
 Owns: the model of a step's time, and of the heat from matrix products. Three parts run in sequence in each
 layer, so they add up:
   dense      reading all weights, or arithmetic for every padded token, whichever is longer (a smooth
-             maximum); arithmetic takes longer on a device that is hot from it. Of experts a step reads those
-             that its tokens are expected to choose;
-  attention  per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer; all
+             maximum); arithmetic takes longer on a device that is hot from it. Of experts, it reads as many
+             as its tokens are expected to choose.
+  attention  Per row, reading its KV cache or arithmetic for its query-key pairs, whichever is longer. All
              rows together take at least the serial time of the longest context. Profiles with tiles have the
              time of the kernel's fullest program instead of arithmetic. Layers with a window read and compute
              at most the window;
