@@ -16,7 +16,7 @@ from model_defs.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from model_defs.errors import CheckpointError, ModelError, ShardingError, UnsupportedModelError
 from model_defs.fingerprint import model_fingerprint, weights_digest
 from model_defs.hf_config import load_config
-from model_defs.loading import load_model, random_model, source_config
+from model_defs.loading import load_model, random_model, source_config, source_weights_dtype
 from model_defs.orbax_store import save_parameters
 from model_defs.registry import (
     PRESETS,
@@ -64,5 +64,6 @@ __all__ = [
     "random_model",
     "save_parameters",
     "source_config",
+    "source_weights_dtype",
     "weights_digest",
 ]

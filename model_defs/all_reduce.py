@@ -86,12 +86,12 @@ class AllReduce:
     def partial(
         self,
         product: Callable[..., jax.Array],
-        arguments: tuple[jax.Array | None, ...],
+        arguments: tuple[Any, ...],
         specs: tuple[Any, ...],
     ) -> Parts:
         """Return [devices, T, width]: on each device, `product` of its parts of the arguments.
 
-        `specs` are the arguments' partitions.
+        Arguments are arrays or trees of arrays, and `specs` their partitions.
         """
         run = self._on_shards(lambda *parts: product(*parts)[None], specs, _SPLIT)
         result: jax.Array = run(*arguments)

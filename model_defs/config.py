@@ -16,7 +16,9 @@ from model_defs.errors import CheckpointError, UnsupportedModelError
 MODEL_CONFIG_FILE = "model_config.json"
 """File of a converted (Orbax) directory that holds `ModelConfig.to_json()` and the other saved values."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+"""Version of converted directories that are written. Version 2 has no field for weights in 8 bits."""
+_READ_VERSIONS = (2, 3)
 _SAVED_KEYS = {
     "format_version": int,
     "config": dict,
@@ -385,8 +387,9 @@ def read_saved(directory: Path) -> dict[str, Any]:
     path = directory / MODEL_CONFIG_FILE
     values = read_json(path)
     found = values.get("format_version", FORMAT_VERSION)
-    if found != FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format version {found!r}, this code reads {FORMAT_VERSION}")
+    if found not in _READ_VERSIONS:
+        known = " and ".join(map(str, _READ_VERSIONS))
+        raise CheckpointError(f"{path} has format version {found!r}, this code reads {known}")
     for key, kind in _SAVED_KEYS.items():
         if not isinstance(values.get(key), kind):
             state = f"is {values[key]!r:.60}" if key in values else "is missing"
@@ -394,6 +397,20 @@ def read_saved(directory: Path) -> dict[str, Any]:
                 f"{path}: {key!r} {state}, but must be {kind.__name__}; convert the model again"
             )
     return values
+
+
+def saved_weights_dtype(directory: Path) -> str | None:
+    """Return the format in which a converted directory keeps the weights of layers; None is the dtype's.
+
+    Raises CheckpointError as `read_saved` does.
+    """
+    found = read_saved(directory).get("weights_dtype")
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError(
+            f"{directory / MODEL_CONFIG_FILE}: 'weights_dtype' is {found!r:.60}, but must be str or null; "
+            "convert the model again"
+        )
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

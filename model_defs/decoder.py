@@ -33,10 +33,15 @@ class Decoder(nnx.Module):
     head: Embedding | None
 
     @property
+    def weights_dtype(self) -> str | None:
+        """Format in 8 bits in which layers keep their weights; None keeps them in `compute_dtype`."""
+        return self.embed.build.weights_dtype
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         """Dtype of the computation and, without a format of its own, of the KV cache.
 
-        Scales of some norms have another one.
+        Scales of some norms, and weights in 8 bits, have another one.
         """
         return self.embed.build.dtype
 

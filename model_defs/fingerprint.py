@@ -1,9 +1,9 @@
 """Fingerprint of a model, computed without reading all weights.
 
 Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
-model. It depends on the arithmetic of the config and on the source of the weights, not on dtype, mesh or
-directory, nor on the context length unless that chooses longrope's factors. A converted checkpoint keeps the
-fingerprint of its source.
+model. It depends on the arithmetic of the config, on the source of the weights and on the format in 8 bits
+that they are kept in. It does not depend on dtype, mesh or directory, nor on the context length unless that
+chooses longrope's factors. A converted checkpoint keeps the fingerprint of its source.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model_defs.config import MODEL_CONFIG_FILE, ExpertsConfig, LayerKind, ModelConfig, RopeConfig, read_saved
-from model_defs.loading import RANDOM_PREFIX
+from model_defs.loading import RANDOM_PREFIX, source_weights_dtype
 from model_defs.quantized import read_format
 from model_defs.safetensors_reader import open_checkpoint
 
@@ -65,12 +65,19 @@ _FIRST_FIELDS = {
 }
 
 
-def model_fingerprint(config: ModelConfig, source: str | Path, *, seed: int = 0) -> str:
+def model_fingerprint(
+    config: ModelConfig, source: str | Path, *, seed: int = 0, weights_dtype: str | None = None
+) -> str:
     """Return e.g. "llama-2x64-91c2a8f0d3b74e15": architecture, layers x hidden size, 64 bits of SHA-256.
 
-    source and seed are those given to `load_model`. Raises CheckpointError if the source is unreadable.
+    source, seed and weights_dtype are those given to `load_model`. Raises CheckpointError if the source is
+    unreadable, and UnsupportedModelError if it cannot have its weights in that format.
     """
-    text = json.dumps(_arithmetic(config), sort_keys=True) + weights_digest(source, seed=seed)
+    fields = _arithmetic(config)
+    # Left out for weights in the model's dtype, whose fingerprints older histories have.
+    if (kept := source_weights_dtype(source, weights_dtype)) is not None:
+        fields["weights_dtype"] = kept
+    text = json.dumps(fields, sort_keys=True) + weights_digest(source, seed=seed)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{config.architecture}-{config.num_layers}x{config.hidden_size}-{digest}"
 

@@ -25,6 +25,7 @@ from model_defs.all_reduce import PartialSums, Summand, current_all_reduce, fini
 from model_defs.attention import KeysOrValues, Queries
 from model_defs.config import ModelConfig
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, constrain, tensor_parallel_size, vocabulary_axis
+from model_defs.weight_formats import Kept
 from pallas_kernels.devices import on_every_device
 from pallas_kernels.residual_norms import NormKind, NormSpec, add_and_norm, choose_backend
 
@@ -38,11 +39,21 @@ _Output = Annotated[jax.Array, "f[T, *out_shape]"]
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """Common arguments of all modules: the config, the dtype to run in, and the mesh."""
+    """Common arguments of all modules: the config, the dtype to run in, and the mesh.
+
+    `weights_dtype` is the format in 8 bits in which projections of layers keep their weights, a key of
+    `weight_formats.FORMATS`; None keeps them in `dtype`.
+    """
 
     config: ModelConfig
     dtype: jnp.dtype
     mesh: AnyMesh
+    weights_dtype: str | None = None
+
+    @property
+    def plain(self) -> "Build":
+        """This build with all weights in `dtype`, for what never is in 8 bits, such as a router."""
+        return dataclasses.replace(self, weights_dtype=None)
 
     @property
     def precision(self) -> lax.Precision:
@@ -63,9 +74,11 @@ def declare(
     `ones` marks norm scales: random models set them to one and draw all other parameters. `dtype` None means
     that of the build.
     """
-    sharding = NamedSharding(build.mesh, PartitionSpec(*axes))
-    abstract: Any = jax.ShapeDtypeStruct(shape, dtype or build.dtype, sharding=sharding)
-    return nnx.Param(abstract, ones=ones)
+    return nnx.Param(_abstract(build.mesh, shape, axes, dtype or build.dtype), ones=ones)
+
+
+def _abstract(mesh: AnyMesh, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 class Linear(nnx.Module):
@@ -74,6 +87,9 @@ class Linear(nnx.Module):
     kernel [*in_shape, *out_shape]; bias [*out_shape]. Either `out_axis` (column parallel: that output
     dimension is split) or `in_axis` (row parallel: that input dimension is split, and the partial sums are
     added over "tp" before the bias) may be given. Without either the kernel is replicated.
+
+    If the build keeps weights in 8 bits, the kernel holds codes [*out_shape, *in_shape], and scale
+    f32[*out_shape] their factors: `y = (x @ codes) * scale + bias`, where the sum is float32.
     """
 
     def __init__(
@@ -86,11 +102,20 @@ class Linear(nnx.Module):
         out_axis: int | None = None,
         bias: bool = False,
     ) -> None:
-        """Declare kernel and bias."""
+        """Declare kernel and bias, and the scale of a kernel in 8 bits."""
         ins = tuple(TENSOR_AXIS if i == in_axis else None for i in range(len(in_shape)))
         outs = tuple(TENSOR_AXIS if i == out_axis else None for i in range(len(out_shape)))
         self.build, self.num_in_dims, self.in_axes, self.out_axes = build, len(in_shape), ins, outs
-        self.kernel = declare(build, in_shape + out_shape, ins + outs)
+        self.shape = in_shape + out_shape
+        if build.weights_dtype is None:
+            self.kernel, self.scale = declare(build, self.shape, ins + outs), None
+        else:
+            plain = _abstract(build.mesh, self.shape, ins + outs, build.dtype)
+            kept = Kept(build.weights_dtype, len(in_shape), plain)
+            codes = _abstract(build.mesh, out_shape + in_shape, outs + ins, kept.format.dtype)
+            self.kernel = nnx.Param(codes, ones=False, kept=kept)
+            factors = _abstract(build.mesh, out_shape, outs, jnp.dtype(jnp.float32))
+            self.scale = nnx.Param(factors, ones=False, kept=kept)
         self.bias = declare(build, out_shape, outs) if bias else None
 
     def __call__(self, x: _Input) -> _Output:
@@ -99,16 +124,20 @@ class Linear(nnx.Module):
 
     def deferred(self, x: _Input) -> Summand:
         """Map as `__call__`, but return `PartialSums` if the current `AllReduce` handles this size."""
-        x, kernel, sums = x.astype(self.build.dtype), self.kernel[...], current_all_reduce()
+        x, sums = x.astype(self.build.dtype), current_all_reduce()
         bias = None if self.bias is None else self.bias[...]
         small_batch_product = self._small_batch_product(x.shape[0])
-        if any(self.in_axes) and sums is not None and sums.supports(x.shape[0], kernel.shape[-1], x.dtype):
-            parts = sums.partial(small_batch_product or self._product, (x, kernel), self._specs)
+        if any(self.in_axes) and sums is not None and sums.supports(x.shape[0], self.shape[-1], x.dtype):
+            parts = sums.partial(small_batch_product or self._product, (x, self._weights), self._specs)
             return PartialSums(sums, parts, bias)
         # With the compiler's sum and a bias, XLA does the product, too: our kernel was not measured there.
         if small_batch_product is not None and (bias is None or not self._adds_up):
             return self._on_shards(small_batch_product, self.out_axes, x, bias)
-        y = constrain(self._product(x, kernel), self.build.mesh, None, *self.out_axes)
+        if self.scale is not None and self._adds_up:
+            # Each device scales its sum and rounds it, or the compiler would add up float32 over devices.
+            y = self._on_shards(self._product, self.out_axes, x, None)
+        else:
+            y = constrain(self._product(x, self._weights), self.build.mesh, None, *self.out_axes)
         return y if bias is None else y + bias
 
     def activated(self, x: _Input, name: str) -> _Output:
@@ -130,19 +159,43 @@ class Linear(nnx.Module):
         y = self(x)
         return activation(gate)(y[:, 0]) * y[:, 1]
 
-    def _product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        contract = tuple(range(1, 1 + self.num_in_dims)), tuple(range(self.num_in_dims))
-        return lax.dot_general(x, kernel, (contract, ((), ())), precision=self.build.precision)
+    @property
+    def _weights(self) -> Any:
+        """The kernel; in 8 bits a pair of codes and scales."""
+        return self.kernel[...] if self.scale is None else (self.kernel[...], self.scale[...])
+
+    def _product(self, x: jax.Array, weights: Any, bias: None = None) -> jax.Array:
+        """Multiply by XLA, without a bias."""
+        of_x, dtype, precision = tuple(range(1, 1 + self.num_in_dims)), self.build.dtype, self.build.precision
+        if self.scale is None:
+            contract = of_x, tuple(range(self.num_in_dims))
+            return lax.dot_general(x, weights, (contract, ((), ())), precision=precision)
+        codes, scale = weights
+        contract = of_x, tuple(range(codes.ndim - self.num_in_dims, codes.ndim))
+        # Codes are converted in the fusion of the product, so no array of weights in `dtype` is made.
+        y = lax.dot_general(
+            x,
+            codes.astype(dtype),
+            (contract, ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return (y * scale).astype(dtype)
 
     def _small_batch_product(
         self, num_rows: int, gate: str | None = None
     ) -> small_batch_matmul.Product | None:
         """Return the small-batch product of each device's part of the kernel; None if it is not supported."""
         tp, axes = tensor_parallel_size(self.build.mesh), self.in_axes + self.out_axes
-        shape = tuple(
-            size // tp if axis else size for size, axis in zip(self.kernel[...].shape, axes, strict=True)
+        shape = tuple(size // tp if axis else size for size, axis in zip(self.shape, axes, strict=True))
+        return small_batch_matmul.product(
+            num_rows,
+            shape,
+            self.num_in_dims,
+            self.build.dtype,
+            gate=gate,
+            in_8_bits=self.scale is not None,
         )
-        return small_batch_matmul.product(num_rows, shape, self.num_in_dims, self.build.dtype, gate=gate)
 
     @property
     def _adds_up(self) -> bool:
@@ -150,9 +203,13 @@ class Linear(nnx.Module):
         return any(self.in_axes) and tensor_parallel_size(self.build.mesh) > 1
 
     @property
-    def _specs(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Partition of the input and of the kernel."""
-        return PartitionSpec(None, *self.in_axes), PartitionSpec(*self.in_axes, *self.out_axes)
+    def _specs(self) -> tuple[PartitionSpec, Any]:
+        """Partition of the input and of the weights."""
+        of_x = PartitionSpec(None, *self.in_axes)
+        if self.scale is None:
+            return of_x, PartitionSpec(*self.in_axes, *self.out_axes)
+        codes = PartitionSpec(*self.out_axes, *self.in_axes)
+        return of_x, (codes, PartitionSpec(*self.out_axes))
 
     def _on_shards(
         self,
@@ -163,7 +220,7 @@ class Linear(nnx.Module):
     ) -> jax.Array:
         """Run `product` on each device's parts, and sum partial results over the devices."""
 
-        def run(*parts: jax.Array | None) -> jax.Array:
+        def run(*parts: Any) -> jax.Array:
             y = product(*parts)
             return lax.psum(y, TENSOR_AXIS) if self._adds_up else y
 
@@ -173,7 +230,7 @@ class Linear(nnx.Module):
         shards = jax.shard_map(
             run, mesh=self.build.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
-        result: jax.Array = shards(x.astype(self.build.dtype), self.kernel[...], bias)
+        result: jax.Array = shards(x.astype(self.build.dtype), self._weights, bias)
         return result
 
 

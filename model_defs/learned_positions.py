@@ -73,10 +73,10 @@ class LearnedPositionDecoder(Decoder):
         width, hidden = config.embed_width, config.hidden_size
         self.embed = Embedding(build, width)
         self.position_table = declare(build, (config.max_position_embeddings + position_offset, hidden))
-        self.project_in = None if width == hidden else Linear(build, (width,), (hidden,))
+        self.project_in = None if width == hidden else Linear(build.plain, (width,), (hidden,))
         self.layers = nnx.List([LayerNormLayer(build) for _ in range(config.num_layers)])
         self.final_norm = LayerNorm(build) if config.final_norm else None
-        self.project_out = None if width == hidden else Linear(build, (hidden,), (width,))
+        self.project_out = None if width == hidden else Linear(build.plain, (hidden,), (width,))
         self.head = None if config.tie_word_embeddings else Embedding(build, width)
 
     @property

@@ -16,10 +16,19 @@ from typing import Any
 import jax
 from flax import nnx
 
-from model_defs.config import FORMAT_VERSION, MODEL_CONFIG_FILE, read_saved
+from model_defs.config import FORMAT_VERSION, MODEL_CONFIG_FILE, read_saved, saved_weights_dtype
 from model_defs.errors import CheckpointError
-from model_defs.parameters import Progress, named_parameters
+from model_defs.parameters import (
+    Filler,
+    Parameter,
+    Progress,
+    fill_parameters,
+    has_codes,
+    is_kernel,
+    named_parameters,
+)
 from model_defs.registry import Model
+from model_defs.weight_formats import Kept
 
 PARAMS_DIRECTORY = "params"
 _READ_BYTES = 4 << 20
@@ -38,13 +47,21 @@ def save_parameters(model: Model, directory: str | Path, *, weights_digest: str)
     weights_digest: `fingerprint.weights_digest` of the source; a restored model keeps it.
     Raises CheckpointError if a model is already there.
     """
-    save_arrays(model, directory, config=model.config.to_json(), weights_digest=weights_digest)
+    config = model.config.to_json() | {"dtype": model.compute_dtype.name}
+    save_arrays(
+        model, directory, config=config, weights_digest=weights_digest, weights_dtype=model.weights_dtype
+    )
 
 
 def save_arrays(
-    model: nnx.Module, directory: str | Path, *, config: dict[str, Any], weights_digest: str
+    model: nnx.Module,
+    directory: str | Path,
+    *,
+    config: dict[str, Any],
+    weights_digest: str,
+    weights_dtype: str | None = None,
 ) -> None:
-    """Save any module as `save_parameters` does; `config` is its config in JSON."""
+    """Save any module as `save_parameters` does; `config` is its config in JSON, with the dtype."""
     import orbax.checkpoint as ocp  # here, since the import takes half a second
 
     root = Path(directory).absolute()
@@ -55,11 +72,11 @@ def save_arrays(
         _insert(tree, name, parameter.get_value())
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(root / PARAMS_DIRECTORY, tree)
-    dtype = next(named_parameters(model))[1].get_value().dtype
     files_bytes = _files_bytes(root)
     values = {
         "format_version": FORMAT_VERSION,
-        "config": config | {"dtype": str(dtype)},
+        "config": config,
+        "weights_dtype": weights_dtype,
         "weights_digest": weights_digest,
         "files_bytes": files_bytes,
         "files_crc32": _files_crc32(root, files_bytes),
@@ -70,28 +87,68 @@ def save_arrays(
 def restore_parameters(model: nnx.Module, directory: str | Path, progress: Progress | None = None) -> None:
     """Fill the abstract `model` from `directory`, cast to its dtype and placed in its sharding.
 
-    The context length may be lower than the saved one. Raises CheckpointError, which names parameters that
-    are missing, extra or misshapen, or files that are missing, truncated or changed.
+    The context length may be lower than the saved one. Where the model keeps weights in 8 bits and the
+    directory does not, codes are made of the saved weights, one kernel at a time. Raises CheckpointError,
+    which names parameters that are missing, extra or misshapen, or files that are missing, truncated or
+    changed.
     """
     import orbax.checkpoint as ocp
 
     root = Path(directory).absolute()
     _check_files(root)
+    if saved_weights_dtype(root) is None and has_codes(model):
+        fill_parameters(model, _filler(model, root), progress)
+        return
     parameters = dict(named_parameters(model))
     with ocp.StandardCheckpointer() as checkpointer:
-        saved = _flatten(checkpointer.metadata(root / PARAMS_DIRECTORY).item_metadata.tree)
+        wanted = {name: parameter.get_value() for name, parameter in parameters.items()}
         targets: dict[str, Any] = {}
-        for name, target in _checked_targets(parameters, saved, root).items():
+        for name, target in _checked_targets(wanted, _saved_shapes(checkpointer, root), root).items():
             _insert(targets, name, target)
         restored = _flatten(checkpointer.restore(root / PARAMS_DIRECTORY, targets))
     for done, (name, parameter) in enumerate(parameters.items(), start=1):
-        wanted = parameter.get_value()
-        value = restored.pop(name)
-        if value.shape != wanted.shape:
-            value = jax.device_put(value[: wanted.shape[0]], wanted.sharding)
-        parameter.set_value(value)
+        parameter.set_value(_first_rows(restored.pop(name), wanted[name]))
         if progress is not None:
             progress(done, len(parameters), name)
+
+
+def _filler(model: nnx.Module, root: Path) -> Filler:
+    """Return a filler that restores one parameter at a time, after checking all of them."""
+    import orbax.checkpoint as ocp
+
+    wanted = {}
+    for name, parameter in named_parameters(model):
+        kept: Kept | None = parameter.get_metadata().get("kept")
+        if kept is None or is_kernel(name):
+            wanted[name] = parameter.get_value() if kept is None else kept.plain
+    with ocp.StandardCheckpointer() as checkpointer:
+        targets = _checked_targets(wanted, _saved_shapes(checkpointer, root), root)
+
+    def fill(name: str, parameter: Parameter) -> jax.Array:
+        item: dict[str, Any] = {}
+        _insert(item, name, targets[name])
+        arguments = ocp.args.PyTreeRestore(
+            item=item,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+            partial_restore=True,
+        )
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            restored = _flatten(checkpointer.restore(root / PARAMS_DIRECTORY, args=arguments))
+        return _first_rows(restored[name], wanted[name])
+
+    return fill
+
+
+def _saved_shapes(checkpointer: Any, root: Path) -> dict[str, Any]:
+    """Return the metadata of the saved arrays, by parameter name."""
+    return _flatten(checkpointer.metadata(root / PARAMS_DIRECTORY).item_metadata.tree)
+
+
+def _first_rows(value: jax.Array, wanted: Any) -> jax.Array:
+    """Return `value`, or of a longer position table the rows that the model has."""
+    if value.shape == wanted.shape:
+        return value
+    return jax.device_put(value[: wanted.shape[0]], wanted.sharding)
 
 
 def _files_bytes(root: Path) -> dict[str, int]:
@@ -135,21 +192,21 @@ def _check_files(root: Path) -> None:
 
 
 def _checked_targets(
-    parameters: dict[str, Any], saved: dict[str, Any], root: Path
+    arrays: dict[str, Any], saved: dict[str, Any], root: Path
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the restore targets: saved shapes, wanted dtypes and shardings.
+    """Return the restore targets of the wanted arrays: saved shapes, wanted dtypes and shardings.
 
     Raises CheckpointError unless parameters and shapes agree.
     """
-    missing, extra = sorted(parameters.keys() - saved.keys()), sorted(saved.keys() - parameters.keys())
+    missing, extra = sorted(arrays.keys() - saved.keys()), sorted(saved.keys() - arrays.keys())
     if missing or extra:
         raise CheckpointError(
             f"{root}: {len(missing)} parameter(s) missing ({', '.join(missing[:8])}), "
             f"{len(extra)} not part of this model ({', '.join(extra[:8])})"
         )
     targets = {}
-    for name, parameter in parameters.items():
-        wanted, found = parameter.get_value(), tuple(saved[name].shape)
+    for name, wanted in arrays.items():
+        found = tuple(saved[name].shape)
         shortened = name == "position_table" and found[0] > wanted.shape[0] and found[1:] == wanted.shape[1:]
         if found != wanted.shape and not shortened:
             raise CheckpointError(

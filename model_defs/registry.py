@@ -41,6 +41,7 @@ from model_defs.families import (
 from model_defs.family import Family
 from model_defs.layers import Build
 from model_defs.sharding import TENSOR_AXIS, AnyMesh, check_divides
+from model_defs.weight_formats import weight_format
 
 Model = Decoder
 """Model of any family."""
@@ -109,15 +110,27 @@ def resolve_dtype(dtype: str, config: ModelConfig) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def abstract_model(config: ModelConfig, *, dtype: str, mesh: AnyMesh) -> Model:
+def abstract_model(
+    config: ModelConfig, *, dtype: str, mesh: AnyMesh, weights_dtype: str | None = None
+) -> Model:
     """Build the model with a ShapeDtypeStruct (shape, dtype, sharding) instead of each array.
 
     It suffices to lower and compile a step ahead of time, and loaders fill it. `mesh` may be abstract.
-    Raises ShardingError if the model is not divisible by it, and UnsupportedModelError for a feature that the
-    family does not have.
+    `weights_dtype` is the format in 8 bits in which layers keep their weights, a key of
+    `weight_formats.FORMATS`; None keeps them in `dtype`. Raises ShardingError if the model is not divisible
+    by the mesh, and UnsupportedModelError for an unknown format, weights in 8 bits of a mixture of experts,
+    or a feature that the family does not have.
     """
     check_divides(config, mesh)
-    return family(config.architecture).make_model(Build(config, resolve_dtype(dtype, config), mesh))
+    if weights_dtype is not None:
+        weight_format(weights_dtype)
+        if config.experts is not None:
+            raise UnsupportedModelError(
+                f"weights_dtype={weights_dtype!r} must be None for a mixture of experts, whose experts "
+                "would keep their dtype; leave it out"
+            )
+    build = Build(config, resolve_dtype(dtype, config), mesh, weights_dtype)
+    return family(config.architecture).make_model(build)
 
 
 def abstract_parameters(config: ModelConfig, *, dtype: str = "auto") -> list[jax.ShapeDtypeStruct]:
@@ -155,10 +168,17 @@ def _num_unchosen(config: ModelConfig) -> int:
     return num_layers * num_others * 3 * config.hidden_size * config.experts.width
 
 
-def parameter_bytes(config: ModelConfig, *, dtype: str = "auto", tensor_parallel_size: int = 1) -> int:
+def parameter_bytes(
+    config: ModelConfig,
+    *,
+    dtype: str = "auto",
+    tensor_parallel_size: int = 1,
+    weights_dtype: str | None = None,
+) -> int:
     """Return the bytes of all parameters on one device of a mesh of `tensor_parallel_size`."""
     mesh = AbstractMesh((tensor_parallel_size,), (TENSOR_AXIS,))
-    leaves = jax.tree.leaves(nnx.state(abstract_model(config, dtype=dtype, mesh=mesh), nnx.Param))
+    model = abstract_model(config, dtype=dtype, mesh=mesh, weights_dtype=weights_dtype)
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 

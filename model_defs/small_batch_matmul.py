@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import decode_matmul
+from pallas_kernels import byte_matmul, decode_matmul
 
 Product = Callable[..., jax.Array]
 XLA = "xla"
@@ -36,7 +36,13 @@ def multiplying_by(backend: str) -> Iterator[None]:
 
 
 def product(
-    num_rows: int, shape: tuple[int, ...], num_in_dims: int, dtype: Any, *, gate: str | None = None
+    num_rows: int,
+    shape: tuple[int, ...],
+    num_in_dims: int,
+    dtype: Any,
+    *,
+    gate: str | None = None,
+    in_8_bits: bool = False,
 ) -> Product | None:
     """Return the product of x [num_rows, *in_shape] with [*in_shape, *out_shape] on one device.
 
@@ -44,30 +50,39 @@ def product(
       num_rows: rows of x.
       shape: shape of the weights, or of each device's part of them.
       num_in_dims: number of dimensions of `shape` that are summed over.
-      dtype: dtype of x and the weights.
+      dtype: dtype of x, and of weights that are not in 8 bits.
       gate: out_shape is (2, wide), the gate first, and the result [num_rows, wide] is up times this function
         of the gate; None for a plain product.
+      in_8_bits: the weights are codes [*out_shape, *in_shape] and scales f32[*out_shape].
 
     Returns:
       A function of x, the weights, a bias [*out_shape] or None, and `relu`, which clips at 0. A gated product
-      has neither bias nor relu. None if the kernel does not support the shape or the gate, or XLA is chosen.
+      has neither bias nor relu. Weights in 8 bits are a pair of codes and scales. None if the kernel does not
+      support the shape or the gate, or XLA is chosen.
     """
     backend, gated = _backend.get(), gate is not None
     depth, out_shape = math.prod(shape[:num_in_dims]), shape[num_in_dims:]
     width = math.prod(out_shape) // (1 + gated)
-    if backend == XLA or gate not in (None, *decode_matmul.GATES):
+    kernels: Any = byte_matmul if in_8_bits else decode_matmul
+    if backend == XLA or gate not in (None, *kernels.GATES):
         return None
-    if not decode_matmul.supports(num_rows, depth, width, gated=gated, dtype=dtype):
+    if not kernels.supports(num_rows, depth, width, gated=gated, dtype=dtype):
         return None
 
-    def run(
-        x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, *, relu: bool = False
-    ) -> jax.Array:
-        x, kernel = x.reshape(num_rows, depth), kernel.reshape(depth, -1)
+    def run(x: jax.Array, weights: Any, bias: jax.Array | None = None, *, relu: bool = False) -> jax.Array:
+        x = x.reshape(num_rows, depth)
         bias = None if bias is None else bias.reshape(-1)
-        y = decode_matmul.decode_matmul(
-            x, kernel, bias, gated=gated, activation=gate or "silu", relu=relu, backend=backend
-        )
+        options: dict[str, Any] = {
+            "gated": gated,
+            "activation": gate or "silu",
+            "relu": relu,
+            "backend": backend,
+        }
+        if in_8_bits:
+            codes, scale = weights[0].reshape(-1, depth), weights[1].reshape(-1)
+            y = byte_matmul.byte_matmul(x, codes, scale, bias, **options)
+        else:
+            y = decode_matmul.decode_matmul(x, weights.reshape(depth, -1), bias, **options)
         return y if gated else y.reshape(num_rows, *out_shape)
 
     return run

@@ -28,6 +28,7 @@ from model_defs import (
     model_fingerprint,
     num_layer_parameters,
     source_config,
+    source_weights_dtype,
 )
 from model_defs.registry import resolve_dtype
 from pensieve_jax.cache import AnalyticCostModel, CostModel
@@ -111,6 +112,7 @@ def assemble(
     check_location(history)
     source = resolve_model(model)
     model_config = source_config(source, config.runner.max_position_embeddings)
+    config = config.with_weights_dtype(source_weights_dtype(source, config.runner.weights_dtype))
     config.resolve_context_tokens(model_config.max_position_embeddings)  # raises before loading starts
     allow_device_memory()  # before JAX is used, as the next line
     allow_pinning(_host_bytes(model_config, config, dtype), available_bytes())
@@ -119,7 +121,7 @@ def assemble(
     tokenizer = source_tokenizer(source, model_config.vocab_size)
     model_config = with_tokenizer_end(model_config, tokenizer)
     fingerprint = history_fingerprint(
-        {"model": model_fingerprint(model_config, source, seed=config.runner.random_seed)},
+        {"model": _fingerprint(model_config, source, config)},
         None if tokenizer is None else tokenizer.fingerprint,
     )
     with contextlib.ExitStack() as undo:
@@ -145,6 +147,11 @@ def assemble(
     return Assembled(engine, runner, config, costs, model_config, tokenizer, str(model), source, fingerprint)
 
 
+def _fingerprint(model: ModelConfig, source: str, config: EngineConfig) -> str:
+    runner = config.runner
+    return model_fingerprint(model, source, seed=runner.random_seed, weights_dtype=runner.weights_dtype)
+
+
 def make_runner(
     source: str, dtype: str, config: EngineConfig, progress: bool
 ) -> tuple[ModelRunner, EngineConfig]:
@@ -164,8 +171,10 @@ def make_runner(
         seed=config.runner.random_seed,
         max_position_embeddings=config.runner.max_position_embeddings,
         progress=progress,
+        weights_dtype=config.runner.weights_dtype,
     )
     model_config = model.config
+    config = config.with_weights_dtype(model.weights_dtype)
     asked, given, machine = config, config.cache, _machine(mesh)
     attention = attention_choice(model_config, config, model.compute_dtype, device, mesh.devices.size)
     config = sized(config, machine, model_config, model.compute_dtype, attention.name)
@@ -261,9 +270,10 @@ def cost_subject(
     tensor_parallel_size: int,
     chunk_tokens: int,
     kv_dtype: str | None = None,
+    weights_dtype: str | None = None,
 ) -> CostSubject:
     """Return the subject of cost profiles for this model and configuration on this machine."""
-    weights_dtype = resolve_dtype(serving_dtype(dtype), model).name
+    compute_dtype = resolve_dtype(serving_dtype(dtype), model).name
     return CostSubject(
         architecture=model.architecture,
         num_layers=model.num_layers,
@@ -273,12 +283,13 @@ def cost_subject(
         head_dim=model.head_dim,
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
-        dtype=weights_dtype,
-        kv_dtype=kv_dtype or weights_dtype,
+        dtype=compute_dtype,
+        kv_dtype=kv_dtype or compute_dtype,
         device=jax.devices()[0].device_kind,
         tensor_parallel_size=tensor_parallel_size,
         chunk_tokens=chunk_tokens,
         layers=_layers_by_cost(model),
+        weights_dtype=weights_dtype,
     )
 
 
@@ -303,6 +314,7 @@ def _subject(model: ModelConfig, config: EngineConfig, dtype: str) -> CostSubjec
         tensor_parallel_size=config.runner.tensor_parallel_size,
         chunk_tokens=config.cache.chunk_tokens,
         kv_dtype=config.cache.kv_dtype,
+        weights_dtype=config.runner.weights_dtype,
     )
 
 
@@ -316,6 +328,7 @@ def costs_of_parts(parts: Assembled, config: EngineConfig, dtype: str, progress:
       StepFailedError: a step failed, and the runner could not be reset.
     """
     model, runner = parts.model_config, parts.runner
+    config = config.with_weights_dtype(parts.config.runner.weights_dtype)
     costs = _costs_before_loading(model, config, dtype)
     return costs or _costs_of_runner(runner, model, config, dtype, parts.model_name, progress)
 

@@ -56,6 +56,7 @@ CHUNK_SIZES_TOKENS = (16, 32, 64)
 NUM_BUCKETS_GPU = 12  # fewer cause more padding, more take longer to compile: lab/docs/step_sizes.md
 ALL_REDUCES = ("auto", "xla", "jax_triton")
 DECODE_MATMULS = EXPERT_MATMULS = ("auto", "xla")
+WEIGHTS_DTYPES = ("int8", "fp8")
 COST_CHOICES = ("auto", "analytic")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "qwen3_xml", "llama3_json", "pythonic", "mistral", "mistral_v3"),
@@ -416,6 +417,13 @@ class RunnerConfig:
         "jax_triton (kernels that access the memory of peer devices; for at most four NVIDIA GPUs of one "
         "process, with the extra `triton`).",
     )
+    weights_dtype: str | None = option(
+        None,
+        optional(one_of(WEIGHTS_DTYPES)),
+        "Format in 8 bits in which layers keep their weights, with a scale for each output: int8, or fp8 "
+        "(e4m3). They take half the memory of 16-bit types, small steps read half the bytes, and answers "
+        "differ slightly. The codes are made while loading. None: as the checkpoint has them.",
+    )
     decode_matmul: str = option(
         "auto",
         one_of(DECODE_MATMULS),
@@ -542,6 +550,10 @@ class EngineConfig:
         """Whether a field or the default asks for host memory; how much it gets, the machine decides."""
         cache = self.cache
         return bool(cache.cpu_pages or cache.cpu_bytes or cache.cpu_memory_fraction) or self.wants_host_tier
+
+    def with_weights_dtype(self, weights_dtype: str | None) -> EngineConfig:
+        """Return a copy with the format that the model's weights have, which a checkpoint may determine."""
+        return replace(self, runner=replace(self.runner, weights_dtype=weights_dtype))
 
     def with_num_running(self, num_running: int | None) -> EngineConfig:
         """Return a copy with at most `num_running` requests in the batch; None leaves the number open."""

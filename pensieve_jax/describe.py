@@ -29,7 +29,8 @@ def describe(parts: Assembled) -> Description:
       model: `name` as the caller gave it, `architecture`, `num_layers`, `hidden_size`, `num_heads`,
         `num_kv_heads`, `head_dim`, `intermediate_size`, `vocab_size`, the distinct `windows` of the layers
         (None for none), `num_parameters`, `num_active_parameters` (those that compute a token: of experts,
-        the chosen ones), the `dtype` of the computation, and `weights_bytes` per device.
+        the chosen ones), the `dtype` of the computation, the `weights_dtype` in which layers keep their
+        weights, and `weights_bytes` per device.
       device: `platform`, `kind` and `count` of the devices that share the model.
       kernels: the `backend` and the `reason` for it, for each of `attention`, `residual_norm`,
         `decode_matmul`, `experts`, `all_reduce`, `sampling_cutoff` and `page_copy`; None for an unused
@@ -53,7 +54,9 @@ def describe(parts: Assembled) -> Description:
     mesh = runner.storage.sharding.mesh
     assert isinstance(mesh, Mesh)
     values = {
-        "model": describe_model(parts.model_name, parts.model_config, runner.dtype, runner.weights_bytes),
+        "model": describe_model(
+            parts.model_name, parts.model_config, runner.dtype, runner.weights_bytes, runner.weights_dtype
+        ),
         "device": describe_devices(mesh),
         "kernels": {name: describe_choice(choice) for name, choice in runner.kernels._asdict().items()},
         "cache": _cache(parts),

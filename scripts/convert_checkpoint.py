@@ -30,6 +30,7 @@ from model_defs.orbax_store import check_target
 from model_defs.registry import resolve_dtype
 from pensieve_jax.commands.help import require
 from pensieve_jax.commands.launch import run
+from pensieve_jax.config import WEIGHTS_DTYPES
 from pensieve_jax.text.loading import OTHER_VOCABULARIES, TOKENIZER_FILES
 
 FLAGS = flags.FLAGS
@@ -38,11 +39,16 @@ COMPANIONS = ("config.json", "generation_config.json", *TOKENIZER_FILES, *OTHER_
 
 
 def convert(
-    source: str, target: Path, dtype: str, seed: int = 0, max_position_embeddings: int | None = None
+    source: str,
+    target: Path,
+    dtype: str,
+    seed: int = 0,
+    max_position_embeddings: int | None = None,
+    weights_dtype: str | None = None,
 ) -> None:
     """Load `source` in `dtype` on the host and save it to `target`, for a context of that length, if any.
 
-    Raises ModelError.
+    With a `weights_dtype`, the target has codes of 8 bits for the weights of layers. Raises ModelError.
     """
     check_target(target)
     if (target / "config.json").exists():  # for example, the source itself
@@ -63,6 +69,7 @@ def convert(
             mesh=mesh,
             seed=seed,
             max_position_embeddings=max_position_embeddings,
+            weights_dtype=weights_dtype,
             progress=progress,
         )
     digest = weights_digest(source, seed=seed)
@@ -87,7 +94,14 @@ def _make_directory(target: Path) -> None:
 
 
 def main() -> int:
-    convert(FLAGS.source, Path(FLAGS.target), FLAGS.dtype, FLAGS.seed, FLAGS.max_position_embeddings)
+    convert(
+        FLAGS.source,
+        Path(FLAGS.target),
+        FLAGS.dtype,
+        FLAGS.seed,
+        FLAGS.max_position_embeddings,
+        FLAGS.weights_dtype,
+    )
     return 0
 
 
@@ -98,6 +112,12 @@ def define_flags() -> None:
     require("source", "target")
     flags.DEFINE_enum(
         "dtype", "auto", ["auto", "float32", "bfloat16", "float16"], "Type of weights; auto: the source's."
+    )
+    flags.DEFINE_enum(
+        "weights_dtype",
+        None,
+        WEIGHTS_DTYPES,
+        "Format in 8 bits of the layers' weights; default: that of the source, or else dtype.",
     )
     flags.DEFINE_integer("seed", 0, "Seed of random weights.")
     flags.DEFINE_integer(

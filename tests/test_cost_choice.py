@@ -119,7 +119,10 @@ def test_a_shipped_profile_is_found_by_its_subject():
     assert [point._asdict() for point in costs.points] == document["results"]["curves"]["in_batch"]
 
 
-@pytest.mark.parametrize("change", [{"kv_dtype": "int8"}, {"device": "NVIDIA H100"}, {"chunk_tokens": 16}])
+@pytest.mark.parametrize(
+    "change",
+    [{"kv_dtype": "int8"}, {"weights_dtype": "int8"}, {"device": "NVIDIA H100"}, {"chunk_tokens": 16}],
+)
 def test_a_profile_of_another_system_is_not_used(change):
     """Costs are then measured on an accelerator; times of a CPU are noise."""
     subject = dataclasses.replace(shipped_subject(), **change)
@@ -454,7 +457,8 @@ def test_another_measurement_has_another_file(monkeypatch, change):
     """The same measurement has the same file at every start."""
     if name := change.get("subject"):
         value = getattr(shipped_subject(), name)
-        subject = dataclasses.replace(shipped_subject(), **{name: value + type(value)(1)})
+        other = "int8" if value is None else value + type(value)(1)
+        subject = dataclasses.replace(shipped_subject(), **{name: other})
         change = {"subject": subject}
     usual = key_of(monkeypatch)
     assert key_of(monkeypatch, **change) != usual == key_of(monkeypatch)

@@ -93,7 +93,8 @@ class RecurrentModel[C: RecurrentConfig](nnx.Module):
         Raises:
           CheckpointError: the directory holds a model.
         """
-        save_arrays(self, directory, config=self.config.to_json(), weights_digest=_digest(self))
+        config = self.config.to_json() | {"dtype": next(named_parameters(self))[1].get_value().dtype.name}
+        save_arrays(self, directory, config=config, weights_digest=_digest(self))
 
     def _fill_randomly(self, seed: int) -> Self:
         """Fill with values that depend only on seed, name and index."""

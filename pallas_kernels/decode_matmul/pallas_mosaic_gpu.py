@@ -33,7 +33,7 @@ _TILES = (plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(128))  # 
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # layout of a vector over the columns of the sums
 # Registers of a thread that multiplies, and of one that fetches, if two warpgroups multiply.
 _COMPUTE_REGISTERS, _FETCH_REGISTERS = 232, 40
-_NAMES = {None: "", "silu": "gated_", "gelu_tanh": "gelu_gated_"}  # parts of a kernel's name, by its gate
+GATE_NAMES = {None: "", "silu": "gated_", "gelu_tanh": "gelu_gated_"}  # parts of a kernel's name, by its gate
 _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 
 
@@ -150,7 +150,7 @@ def _kernel_of(product: Product) -> Callable[..., jax.Array]:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if product.interpret else None,
-        kernel_name=f"decode_matmul_{_NAMES[product.gate]}{'relu_' * product.relu}{product.tile_rows}",
+        kernel_name=f"decode_matmul_{GATE_NAMES[product.gate]}{'relu_' * product.relu}{product.tile_rows}",
     )
     return jax.jit(kernel)
 
@@ -224,7 +224,7 @@ def _multiply(product: Product, refs: _Refs, column: Any, warpgroup: Any) -> Non
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(refs.free.at[(num_blocks - 1) % num_stages])
         y = [part_sums[...] for part_sums in sums]
-        total = y[0] if product.gate is None else _FUNCTIONS[product.gate](y[0]) * y[1]
+        total = y[0] if product.gate is None else GATE_FUNCTIONS[product.gate](y[0]) * y[1]
         if product.has_bias:
             plgpu.barrier_wait(refs.bias_ready)
             # All rows of a warpgroup have the same columns; no load of whole vectors has this layout.
@@ -253,4 +253,4 @@ def _gelu_tanh(x: Any) -> Any:
     return x / (1 + jnp.exp(-2 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
 
 
-_FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+GATE_FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}

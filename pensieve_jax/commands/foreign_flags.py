@@ -68,7 +68,8 @@ EXPLAINED: Final = {
     ),
     **dict.fromkeys(("t", "threads"), "The CPU's threads are not a setting"),
     **dict.fromkeys(
-        ("q", "quantization"), "A quantized checkpoint is recognized by its files; see docs/model_families.md"
+        ("q", "quantization"),
+        "A quantized checkpoint is recognized by its files, and --weights_dtype keeps others in 8 bits",
     ),
     **dict.fromkeys(("trust_remote_code",), "Code of a checkpoint never runs; see docs/model_families.md"),
     **dict.fromkeys(("enforce_eager", "cuda_graph_max_bs"), "Every step is compiled before serving"),

@@ -28,6 +28,7 @@ from pensieve_jax.commands.cost_plot import check_can_plot, plot_costs
 from pensieve_jax.commands.engine_flags import COMPILATION_CACHE_HELP, define_model_flag, take_model_word
 from pensieve_jax.commands.launch import check_can_write
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document, table
+from pensieve_jax.config import WEIGHTS_DTYPES
 from pensieve_jax.model_source import resolve_model
 
 FLAGS = flags.FLAGS
@@ -75,6 +76,9 @@ def define_flags() -> None:
         "Type of weights, and of the KV cache unless --kv_dtype is set.",
     )
     flags.DEFINE_enum("kv_dtype", None, KV_DTYPES, "Type of the KV cache; default: --dtype.")
+    flags.DEFINE_enum(
+        "weights_dtype", None, WEIGHTS_DTYPES, "Format in 8 bits of the layers' weights; default: --dtype."
+    )
     flags.DEFINE_integer("chunk_tokens", 32, "Tokens of a chunk: 16, 32 or 64.", lower_bound=1)
     flags.DEFINE_integer(
         "max_context_tokens", None, "The longest context measured; default: the model's, at most 16,384."

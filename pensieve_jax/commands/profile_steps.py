@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from model_defs import ModelConfig, make_mesh, source_config
+from model_defs import ModelConfig, make_mesh, source_config, source_weights_dtype
 from pensieve_jax import CacheConfig, ConfigError, EngineConfig, RunnerConfig, SchedulerConfig
 from pensieve_jax.assembly import cost_subject, make_runner
 from pensieve_jax.cache.order.cost import CostPoint, CostProfile, CostSubject
@@ -35,7 +35,8 @@ def measure_profile(source: str) -> tuple[CostProfile, list[Any]]:
     """
     model = source_config(source, FLAGS.max_position_embeddings)
     lengths = context_lengths(model)
-    return profile_of(model, make_steps(model, source, engine_config(lengths[-1])), lengths)
+    weights_dtype = source_weights_dtype(source, FLAGS.weights_dtype)
+    return profile_of(model, make_steps(model, source, engine_config(lengths[-1])), lengths, weights_dtype)
 
 
 def cost_points(measured: Sequence[Measured], num_chunks: int) -> tuple[CostPoint, ...]:
@@ -77,6 +78,7 @@ def engine_config(longest: int) -> EngineConfig:
             tensor_parallel_size=FLAGS.tensor_parallel_size,
             max_position_embeddings=FLAGS.max_position_embeddings,
             random_seed=FLAGS.random_seed,
+            weights_dtype=FLAGS.weights_dtype,
             compilation_cache_dir=FLAGS.compilation_cache_dir or None,
         ),
     )
@@ -94,19 +96,20 @@ def make_steps(model: ModelConfig, source: str, config: EngineConfig) -> ChunkSt
     return ChunkSteps(model, config, runner, make_mesh(FLAGS.tensor_parallel_size))
 
 
-def subject_of(model: ModelConfig) -> CostSubject:
-    """Return the profiled model, types, devices and chunk size, from the flags."""
+def subject_of(model: ModelConfig, weights_dtype: str | None) -> CostSubject:
+    """Return the profiled model, types, devices and chunk size, from the flags and the format of weights."""
     return cost_subject(
         model,
         dtype=FLAGS.dtype,
         tensor_parallel_size=FLAGS.tensor_parallel_size,
         chunk_tokens=FLAGS.chunk_tokens,
         kv_dtype=FLAGS.kv_dtype,
+        weights_dtype=weights_dtype,
     )
 
 
 def profile_of(
-    model: ModelConfig, steps: ChunkSteps, lengths: Sequence[int]
+    model: ModelConfig, steps: ChunkSteps, lengths: Sequence[int], weights_dtype: str | None
 ) -> tuple[CostProfile, list[Any]]:
     """Measure; return the profile, and the rows of the table."""
     num_chunks = {"alone": 1, "in_batch": FLAGS.num_batched_chunks}
@@ -115,7 +118,7 @@ def profile_of(
         measured = measure(steps, sampling, list(num_chunks.values()), lengths, progress)
     by_kind = dict(zip(num_chunks, measured, strict=True))
     profile = CostProfile(
-        subject=subject_of(model),
+        subject=subject_of(model, weights_dtype),
         model=FLAGS.model,
         jax_version=jax.__version__,
         command=shlex.join([Path(sys.executable).name, *sys.argv]),

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from model_defs.config import ModelConfig
 from pallas_kernels import (
     all_reduce,
+    byte_matmul,
     decode_matmul,
     grouped_matmul,
     page_copies,
@@ -50,8 +51,22 @@ class KernelChoices(NamedTuple):
     page_copy: BackendChoice | None  # None without a host tier
 
 
-def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, mesh: Mesh) -> KernelChoices:
+def choose_kernels(
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: np.dtype,
+    mesh: Mesh,
+    *,
+    weights_dtype: str | None = None,
+) -> KernelChoices:
     """Return the choices for a model on one mesh.
+
+    Args:
+      model: the model.
+      config: the configuration of the engine.
+      dtype: dtype of the computation.
+      mesh: the devices that share the model.
+      weights_dtype: format in 8 bits in which layers keep their weights; None is `dtype`.
 
     Raises:
       ConfigError: a selected back end does not run on the mesh's devices, or does not serve this model.
@@ -66,7 +81,7 @@ def choose_kernels(model: ModelConfig, config: EngineConfig, dtype: np.dtype, me
     return KernelChoices(
         attention=attention_choice(model, config, dtype, device, num_shards),
         residual_norm=_explained(norm, f"rows of {model.hidden_size} elements", device),
-        decode_matmul=_matmul_choice(model, config, dtype, device, num_shards, sums),
+        decode_matmul=_matmul_choice(model, config, dtype, device, num_shards, sums, weights_dtype),
         experts=_expert_choice(model, config, dtype, device, num_shards),
         all_reduce=sums,
         sampling_cutoff=_explained(cutoff, "scores of any vocabulary", device),
@@ -104,6 +119,7 @@ def _matmul_choice(
     device: jax.Device,
     num_shards: int,
     sums: BackendChoice | None,
+    weights_dtype: str | None,
 ) -> BackendChoice:
     """Return the back end that multiplies small batches with weights, where it serves the projection."""
     if config.runner.decode_matmul == "xla":
@@ -112,14 +128,17 @@ def _matmul_choice(
     has_own_sums = num_shards == 1 or (sums is not None and sums.name != "xla")
     if dtype != np.dtype("bfloat16"):
         limit = f"pallas_mosaic_gpu multiplies bfloat16, not {dtype}"
-    elif limit is None and not _has_served_projection(model, dtype, num_shards, has_own_sums):
+    elif limit is None and not _has_served_projection(
+        model, dtype, num_shards, has_own_sums, in_8_bits=weights_dtype is not None
+    ):
         limit = (
             "pallas_mosaic_gpu serves none of this model's projections: their sizes do not fit, or they have "
             "a bias after the compiler's sum over devices"
         )
     if limit is not None:
         return BackendChoice("xla", limit)
-    few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype} on {device.device_kind}"
+    weights = "" if weights_dtype is None else f" with weights in {weights_dtype}"
+    few = f"up to {decode_matmul.MAX_ROWS} rows of {dtype}{weights} on {device.device_kind}"
     return BackendChoice("pallas_mosaic_gpu", f"the fastest that serves {few}")
 
 
@@ -163,7 +182,9 @@ def _sum_choice(
     return BackendChoice("xla", limit)
 
 
-def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int, has_own_sums: bool) -> bool:
+def _has_served_projection(
+    model: ModelConfig, dtype: np.dtype, num_shards: int, has_own_sums: bool, *, in_8_bits: bool
+) -> bool:
     """Return whether the kernel serves a device's part of any weight of a layer, in the smallest step.
 
     The kernel does not serve a bias after the compiler's sum over devices. With a bias, a gated product is
@@ -181,9 +202,8 @@ def _has_served_projection(model: ModelConfig, dtype: np.dtype, num_shards: int,
             found.append((wide, hidden, False))
     if has_own_sums or not model.attention_bias:
         found.append((heads, hidden, False))
-    return any(
-        decode_matmul.supports(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found
-    )
+    kernels = byte_matmul if in_8_bits else decode_matmul
+    return any(kernels.supports(1, depth, width, gated=gated, dtype=dtype) for depth, width, gated in found)
 
 
 def _explained(name: str, supported: str, device: jax.Device) -> BackendChoice:

@@ -86,7 +86,8 @@ class ModelRunner:
     """A runner for steps of one model on one mesh; see `Runner` for the protocol.
 
     Attributes:
-      dtype: dtype of the weights.
+      dtype: dtype of the computation, and of weights that are not in 8 bits.
+      weights_dtype: format in 8 bits in which layers keep their weights; None is `dtype`.
       kernels: the implementation of each kernel that the programs call, and the reason for the choice.
       weights_bytes: bytes of the model's arrays, per device.
       layouts: plan layout of each bucket, by the bucket's number of tokens.
@@ -115,9 +116,10 @@ class ModelRunner:
         model_config: ModelConfig = model.config
         self._num_top = _checked_num_top(config, model_config)
         every_leaf = ModelStructure.split(model)[1]
-        self.dtype = dtype = model.compute_dtype
+        self.dtype, self.weights_dtype = model.compute_dtype, model.weights_dtype
+        dtype = self.dtype
         self._replicated, self._device = NamedSharding(mesh, PartitionSpec()), mesh.devices.flat[0]
-        self.kernels = choose_kernels(model_config, config, dtype, mesh)
+        self.kernels = choose_kernels(model_config, config, dtype, mesh, weights_dtype=self.weights_dtype)
         attention = self.kernels.attention
         _log.info("attention back end: %s (%s)", attention.name, attention.reason)
         self._tile_specs = bucket_tile_specs(model_config, config, dtype, attention.name, mesh.devices.size)

@@ -17,8 +17,10 @@ from model_defs import (
     load_config,
     load_model,
     make_mesh,
+    model_fingerprint,
     preset,
 )
+from model_defs.parameters import named_parameters
 from pensieve_jax.text.loading import TOKENIZER_FILES
 from scripts import convert_checkpoint
 from tests.launching import ROOT
@@ -54,6 +56,21 @@ def test_every_file_of_a_tokenizer_is_copied(tmp_path):
         (source / name).write_text("{}")
     convert_checkpoint.convert(str(source), tmp_path / "target", "auto")
     assert {*files, "config.json"} <= {path.name for path in (tmp_path / "target").iterdir()}
+
+
+def test_codes_are_stored_and_need_no_flag(tmp_path):
+    """They belong to the same histories as those that a start makes of the source."""
+    source, target = GOLDEN / "qwen2_tied", tmp_path / "target"
+    convert_checkpoint.convert(str(source), target, "float32", weights_dtype="int8")
+    made = load_model(source, dtype="float32", mesh=make_mesh(1), weights_dtype="int8")
+    stored = load_model(target, mesh=make_mesh(1))
+    assert stored.weights_dtype == "int8"
+    for (name, one), (_, other) in zip(named_parameters(stored), named_parameters(made), strict=True):
+        np.testing.assert_array_equal(np.asarray(one[...]), np.asarray(other[...]), err_msg=name)
+    config = load_config(source)
+    assert model_fingerprint(load_config(target), target) == model_fingerprint(
+        config, source, weights_dtype="int8"
+    )
 
 
 @pytest.mark.parametrize("target", ["source", "file", "file/below"])

@@ -110,7 +110,7 @@ NOT_THE_DEFAULTS = {
         **{"attention_backend": "xla", "tensor_parallel_size": 2, "num_layer_groups": 3},
         **{"max_num_staged_pages": 5, "max_logprobs": 2, "max_banned_ids": 4, "random_seed": 6},
         **{"max_position_embeddings": 512, "compilation_cache_dir": "compiled", "all_reduce": "jax_triton"},
-        **{"decode_matmul": "xla", "expert_matmul": "xla", "penalties": False},
+        **{"decode_matmul": "xla", "expert_matmul": "xla", "penalties": False, "weights_dtype": "int8"},
     },
 }
 

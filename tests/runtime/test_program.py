@@ -186,6 +186,7 @@ SETTINGS = {
     "architecture": ({"preset": "opt-tiny"}, STEPS | COPIES | SCORES),
     "context of the model": ({"max_position_embeddings": 4096}, STEPS | SCORES),
     "dtype": ({"dtype": "bfloat16"}, STEPS | COPIES | SCORES),
+    "weights in 8 bits": ({"weights_dtype": "int8"}, STEPS | SCORES),
     "pages": ({"cache": {"gpu_pages": 13}}, STEPS | COPIES),
     "host pages": ({"cache": {"cpu_pages": 5}}, set()),
     "page size": (

@@ -64,7 +64,9 @@ def compare(
         targets = np.pad(text.token_ids[1:], (0, exact.shape[0] - num_targets))
         for name in formats:
             other = passes.logits(text.token_ids, name)
-            each = [np.asarray(one, np.float64)[:num_targets] for one in _compare(exact, other, targets)]
+            each = [
+                np.asarray(one, np.float64)[:num_targets] for one in compare_logits(exact, other, targets)
+            ]
             nats, exact_nats, divergence, top_equal = each
             difference = np.abs(nats - exact_nats)
             sums = [float(one.sum()) for one in (nats, exact_nats, divergence, top_equal, difference**2)]
@@ -124,7 +126,7 @@ def _logits(
 
 
 @jax.jit
-def _compare(
+def compare_logits(
     exact: jax.Array, other: jax.Array, targets: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return nats of the targets, their exact nats, KL divergences and equal top tokens, [T] each."""

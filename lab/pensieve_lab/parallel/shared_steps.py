@@ -91,6 +91,7 @@ def measure_steps(
             bytes_per_number=runner.dtype.itemsize,
             kv_token_bytes=runner.storage.page_bytes * num_devices / runner.storage.page_size,
             num_devices=num_devices,
+            bytes_per_weight=None if runner.weights_dtype is None else 1,
         )
         bound = bound_s(todo, ceilings)
         found[name] = {

@@ -34,6 +34,7 @@ from pensieve_jax.commands.launch import EXIT_FAILED, run
 from pensieve_jax.commands.report import define_document_flag, device_name, json_line, print_document
 from pensieve_lab.common.list_flags import numbers
 from pensieve_lab.kernels.matmul_tiles import tiles
+from pensieve_lab.kernels.projections import Projection, projections
 from pensieve_lab.kernels.timing import KERNEL_ERRORS, compiling
 from pensieve_lab.steps.device_trace import trace_kernels
 
@@ -43,37 +44,6 @@ _MAX_COPIES = 64  # limit for tiny models, whose weights stay in the cache
 _NUM_INPUTS = 4
 # For sums of some thousand products with their rounding.
 _TOLERANCE = 2e-2
-
-
-class Projection(NamedTuple):
-    """Matrix product of a layer."""
-
-    name: str
-    depth: int
-    width: int
-    gated: bool = False
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of the weights."""
-        return self.width * (1 + self.gated)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weights in 16 bits."""
-        return 2 * self.depth * self.num_columns
-
-
-def projections(model: ModelConfig, num_devices: int) -> list[Projection]:
-    """Return the projections of a decoder layer, as one of `num_devices` computes them."""
-    heads, kv_heads = (num // num_devices * model.head_dim for num in (model.num_heads, model.num_kv_heads))
-    wide, gated = model.intermediate_size // num_devices, model.is_gated
-    return [
-        Projection("gate and up" if gated else "up", model.hidden_size, wide, gated=gated),
-        Projection("down", wide, model.hidden_size),
-        Projection("qkv", model.hidden_size, heads + 2 * kv_heads),
-        Projection("out", heads, model.hidden_size),
-    ]
 
 
 class Variant(NamedTuple):

@@ -160,6 +160,7 @@ def measure_steps(
             bytes_per_number=parts.runner.dtype.itemsize,
             kv_token_bytes=storage.page_bytes * FLAGS.tensor_parallel_size / storage.page_size,
             num_devices=FLAGS.tensor_parallel_size,
+            bytes_per_weight=None if parts.runner.weights_dtype is None else 1,
         )
         bound = bound_s(todo, ceilings)
         figures[name] = {
@@ -340,6 +341,7 @@ def main() -> int:
     document = {
         "model": FLAGS.model,
         "dtype": FLAGS.dtype,
+        "weights_dtype": parts.runner.weights_dtype,
         "config": dataclasses.asdict(parts.config),
         **found,
     }

@@ -166,6 +166,7 @@ def dense_reference(workload: Workload) -> DenseReference:
         mesh=make_mesh(1),
         seed=config.runner.random_seed,
         max_position_embeddings=config.runner.max_position_embeddings,
+        weights_dtype=config.runner.weights_dtype,
     )
     longest = 1 << (workload.longest_tokens - 1).bit_length()
     return DenseReference(model, min_padded_tokens=longest, min_padded_outputs=workload.output_tokens)

@@ -103,6 +103,7 @@ def compare(served: Sequence[ServedConversation]) -> dict[str, float]:
         mesh=mesh,
         seed=config.runner.random_seed,
         max_position_embeddings=config.runner.max_position_embeddings,
+        weights_dtype=config.runner.weights_dtype,
     )
     reference = DenseReference(model)
     # Every sequence is padded to one length, and everything after the shortest first prompt counts as

@@ -35,11 +35,13 @@ def operations(
     bytes_per_number: int,
     kv_token_bytes: float,
     num_devices: int,
+    bytes_per_weight: int | None = None,
 ) -> list[Operation]:
     """Return the operations of a step with these rows, where `num_samples` tokens get logits.
 
-    Weights and activations take `bytes_per_number` each, and the KV cache `kv_token_bytes` per token over all
-    layers. Devices share all of it evenly. Of experts, a step reads as many as it is expected to choose.
+    Weights and activations take `bytes_per_number` each, except weights of layers if `bytes_per_weight` is
+    given. The KV cache takes `kv_token_bytes` per token over all layers. Devices share all of it evenly. Of
+    experts, a step reads as many as it is expected to choose.
     """
     num_tokens = sum(row.end - row.begin for row in rows)
     width, heads = model.hidden_size, model.num_heads * model.head_dim
@@ -53,7 +55,9 @@ def operations(
         "mlp out": (inner, width, model.num_layers - num_moe),
     }
     found = [
-        _product(name, num_tokens, *shape, bytes_per_number) for name, shape in products.items() if shape[2]
+        _product(name, num_tokens, *shape, bytes_per_number, bytes_per_weight)
+        for name, shape in products.items()
+        if shape[2]
     ]
     if model.experts is not None:
         found += _experts(model.experts, num_tokens, width, num_moe, bytes_per_number)
@@ -68,14 +72,19 @@ def bound_s(operations: Sequence[Operation], ceilings: Ceilings) -> float:
 
 
 def _product(
-    name: str, num_rows: int, num_in: int, num_out: int, count: int, bytes_per_number: int
+    name: str,
+    num_rows: int,
+    num_in: int,
+    num_out: int,
+    count: int,
+    bytes_per_number: int,
+    bytes_per_weight: int | None = None,
 ) -> Operation:
     """Make `count` products of activations [num_rows, num_in] with weights [num_in, num_out]."""
-    numbers = num_in * num_out + num_rows * (num_in + num_out)
+    weights_bytes = num_in * num_out * (bytes_per_weight or bytes_per_number)
+    num_bytes = weights_bytes + num_rows * (num_in + num_out) * bytes_per_number
     is_any = num_rows > 0
-    return Operation(
-        name, count * numbers * bytes_per_number * is_any, count * 2 * num_rows * num_in * num_out
-    )
+    return Operation(name, count * num_bytes * is_any, count * 2 * num_rows * num_in * num_out)
 
 
 def _experts(

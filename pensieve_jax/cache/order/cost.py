@@ -89,13 +89,14 @@ class CostSubject:
     Attributes:
       architecture, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size,
         vocab_size: dimensions of the model.
-      dtype: type of the weights.
+      dtype: type of the computation, and of weights that are not in 8 bits.
       kv_dtype: type of the KV cache; differs from `dtype` only for an 8-bit KV cache.
       device: device kind, as the runtime names it.
       tensor_parallel_size: devices that share each layer.
       chunk_tokens: tokens per chunk.
       layers: what layers cost beside their dimensions: "full" for plain ones, "window 4096", "full moe 8 of
         128 x 768" with experts, or numbers of each, such as "20 full, 8 window 4096".
+      weights_dtype: format in 8 bits in which layers keep their weights; None is `dtype`.
     """
 
     architecture: str
@@ -112,6 +113,7 @@ class CostSubject:
     tensor_parallel_size: int
     chunk_tokens: int
     layers: str = "full"
+    weights_dtype: str | None = None
 
 
 class CostPoint(NamedTuple):
@@ -237,9 +239,9 @@ class _Reader:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise self._error(f"a file of format {_FORMAT!r}", f"found {found!r:.60}: {_MEASURE}")
         subject = self._get(values, "subject", dict)
-        # Older files lack kv_dtype, which was dtype, and layers, which were plain.
+        # Older files lack kv_dtype, which was dtype, layers, which were plain, and weights_dtype.
         subject = {"kv_dtype": subject.get("dtype"), "layers": "full", **subject}
-        kinds = {"int": int, "str": str}  # annotations are strings here
+        kinds = {"int": int, "str": str, "str | None": str | None}  # annotations are strings here
         fields = {
             f.name: self._get(subject, f.name, kinds[str(f.type)]) for f in dataclasses.fields(CostSubject)
         }

@@ -54,7 +54,13 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def describe_model(name: str, model: ModelConfig, dtype: np.dtype[Any], weights_bytes: int) -> dict[str, Any]:
+def describe_model(
+    name: str,
+    model: ModelConfig,
+    dtype: np.dtype[Any],
+    weights_bytes: int,
+    weights_dtype: str | None = None,
+) -> dict[str, Any]:
     """Return the keys of `model`; see `describe`."""
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
     return {
@@ -65,6 +71,7 @@ def describe_model(name: str, model: ModelConfig, dtype: np.dtype[Any], weights_
         "num_parameters": num_parameters(model),
         "num_active_parameters": num_active_parameters(model),
         "dtype": dtype.name,
+        "weights_dtype": weights_dtype or dtype.name,
         "weights_bytes": weights_bytes,
     }
 

@@ -55,8 +55,12 @@ class ModelStructure:
             assert structures.setdefault(kind, found) == found, "layers differ in more than their kinds"
         arrays = {(path[1].key, path[2:]): leaf for path, leaf in _layer_arrays(model)}
         mesh = next(iter(arrays.values())).sharding.mesh
-        config = model.config.with_layers(layers)
-        short = abstract_model(config, dtype=model.compute_dtype.name, mesh=mesh)
+        short = abstract_model(
+            model.config.with_layers(layers),
+            dtype=model.compute_dtype.name,
+            mesh=mesh,
+            weights_dtype=model.weights_dtype,
+        )
         structure = cls.split(short, (_LAYERS,))[0]
         return structure, [arrays[layers[path[1].key], path[2:]] for path, _ in _layer_arrays(short)]
 

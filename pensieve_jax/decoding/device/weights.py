@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from model_defs import Model, load_model, parameter_bytes, source_config
+from model_defs import Model, load_model, parameter_bytes, source_config, source_weights_dtype
 from pensieve_jax.runtime.device_memory import check_weights_fit, weights_out_of_memory_as_config_error
 
 
@@ -24,6 +24,7 @@ def load_weights(
     seed: int,
     max_position_embeddings: int | None,
     progress: bool,
+    weights_dtype: str | None = None,
 ) -> Model:
     """Load a model with its arrays on `mesh`.
 
@@ -34,6 +35,7 @@ def load_weights(
       seed: seed of random weights.
       max_position_embeddings: as in `RunnerConfig`.
       progress: show a progress bar.
+      weights_dtype: as in `RunnerConfig`.
 
     Raises:
       ConfigError: the weights do not fit the device's memory.
@@ -44,6 +46,7 @@ def load_weights(
         source_config(source, max_position_embeddings),
         dtype=serving_dtype(dtype),
         tensor_parallel_size=len(devices),
+        weights_dtype=source_weights_dtype(source, weights_dtype),
     )
     check_weights_fit(source, weights_bytes, devices)
     guard = weights_out_of_memory_as_config_error(source, weights_bytes, devices)
@@ -54,6 +57,7 @@ def load_weights(
             mesh=mesh,
             seed=seed,
             max_position_embeddings=max_position_embeddings,
+            weights_dtype=weights_dtype,
             progress=bar,
         )
 

@@ -187,7 +187,7 @@ def prefill(
     length = num_tokens // num_rows
     num_pages = num_tokens // PAGE_TOKENS
     pages_shape = (num_pages, PAGE_TOKENS, 2 * config.num_kv_heads, config.head_dim)
-    dtype = leaves[0].dtype
+    dtype = model.compute_dtype
     batch = RaggedBatch(
         write_slots=jnp.arange(num_tokens, dtype=jnp.int32),
         kv_lens=jnp.full(num_rows, length, jnp.int32),
