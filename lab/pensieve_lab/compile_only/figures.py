@@ -102,7 +102,7 @@ def compiled_figures(lowered: jax.stages.Lowered) -> ProgramFigures:
     with printed() as text:
         compiled = lowered.compile({"xla_gpu_autotune_level": 0})
     compile_s = time.perf_counter() - began_s
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return ProgramFigures(
         kernel_figures("".join(text), launches),
         memory.temp_size_in_bytes,

@@ -94,10 +94,17 @@ def _attention(device: Any, wanted: Wanted) -> Iterator[Subject]:
             )
 
         page = page_shape(kv_dtype, 32, model.num_kv_heads, model.head_dim)
+        row_shapes: Sequence[int | tuple[int, ...]] = (
+            rows,
+            (rows, _CONTEXT_TOKENS // 32),
+            rows + 1,
+            1,
+            spec.tiles_len,
+        )
         shapes = (
             jax.ShapeDtypeStruct((tokens, model.num_heads, model.head_dim), _DTYPE),
             jax.ShapeDtypeStruct((_NUM_PAGES, *page), page_dtype(kv_dtype, _DTYPE)),
-            *map(_integers, (rows, (rows, _CONTEXT_TOKENS // 32), rows + 1, 1, spec.tiles_len)),
+            *(_integers(one) for one in row_shapes),
         )
         yield Subject(f"attention/{tokens}", functools.partial(lowered, device, attend, *shapes))
 
@@ -161,7 +168,8 @@ def _steps(device: Any, wanted: Wanted) -> Iterator[Subject]:
 
 def _lowered_program(program: Any) -> jax.stages.Lowered:
     traced = program.function.trace(*program.arguments, **program.statics)
-    return traced.lower(lowering_platforms=("cuda",))  # type: ignore[no-any-return]
+    lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("cuda",))
+    return lowered
 
 
 def _integers(shape: int | tuple[int, ...]) -> jax.ShapeDtypeStruct:

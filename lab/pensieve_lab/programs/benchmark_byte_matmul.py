@@ -118,7 +118,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Measure the variants of a product; yield figures for each."""
     x = jax.random.normal(jax.random.key(0), (num_rows, what.depth), jnp.bfloat16)
-    arrays, answers = {}, {}
+    arrays: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     futures = {}
     for variant in variants(what, num_rows, weights):
         if variant.weights not in arrays:
