@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from model_defs import (
+    PRESETS,
     UnsupportedModelError,
     fingerprint,
     load_config,
@@ -337,3 +338,19 @@ def test_mixtures_of_experts_and_quantized_checkpoints_are_refused(tmp_path: Pat
     with pytest.raises(UnsupportedModelError, match="whose weights are quantized already"):
         source_weights_dtype(source, "int8")
     assert source_weights_dtype(source, None) is None
+
+
+DENSE = [name for name, config in PRESETS.items() if name.endswith("-tiny") and config.experts is None]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen3-tiny" else pytest.mark.long) for name in DENSE]
+)
+def test_every_dense_family(name: str) -> None:
+    """Logits differ from those of the plain weights, and little."""
+    models = [
+        load_model(f"random:{name}", dtype="float32", mesh=make_mesh(1), seed=3, weights_dtype=weights_dtype)
+        for weights_dtype in (None, "int8")
+    ]
+    expected, found = (dense_logits(model, TOKEN_IDS) for model in models)
+    assert 0 < np.abs(found - expected).max() < 0.15 * np.abs(expected).max()
