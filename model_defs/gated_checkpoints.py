@@ -112,7 +112,10 @@ def refuse_sliding_layers(values: dict[str, Any]) -> None:
             f"use_sliding_window=true (sliding_window={values.get('sliding_window')!r}) is not supported: "
             f"every layer of this family sees the whole context"
         )
-    _refuse_types(_layer_types(values) or [], "full_attention")
+    types = _layer_types(values)
+    if types is not None:
+        _refuse_types(types, "full_attention")
+        _check_count(types, values)
 
 
 def _layer_types(values: dict[str, Any]) -> list[Any] | None:
@@ -128,6 +131,15 @@ def _refuse_types(types: list[Any], *supported: str) -> None:
         if each not in supported:
             expected = " and ".join(map(repr, supported))
             raise UnsupportedModelError(f"layer_types: {each!r} is not supported here; only {expected} is")
+
+
+def _check_count(types: list[Any], values: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError unless there is a type for each layer."""
+    num_layers = integer(values, "num_hidden_layers")
+    if len(types) != num_layers:
+        raise UnsupportedModelError(
+            f"config.json: layer_types has {len(types)} entries; it must have num_hidden_layers={num_layers}"
+        )
 
 
 def qwen_layer_kinds(values: dict[str, Any]) -> tuple[LayerKind, ...]:
@@ -146,11 +158,7 @@ def qwen_layer_kinds(values: dict[str, Any]) -> tuple[LayerKind, ...]:
         has_window = [index >= first for index in range(num_layers)]
     else:
         _refuse_types(types, "full_attention", "sliding_attention")
-        if len(types) != num_layers:
-            raise UnsupportedModelError(
-                f"config.json: layer_types has {len(types)} entries; it must have "
-                f"num_hidden_layers={num_layers}"
-            )
+        _check_count(types, values)
         has_window = [kind == "sliding_attention" for kind in types]
     if values.get("sliding_window", _QWEN_WINDOW) is None:
         if types is not None and any(has_window):

@@ -14,6 +14,8 @@ from model_defs.hf_options import boolean, integer, number, section
 
 _ORIGINAL = "original_max_position_embeddings"
 _GROWTH = "llama_4_scaling_beta"
+_FRACTION = "partial_rotary_factor"
+_TYPES = ("full_attention", "sliding_attention")
 
 
 def parse_rope(
@@ -104,19 +106,28 @@ def parse_ropes_by_type(
     """Read `rope_parameters` with a section for layers that see all tokens, and one for those with a window.
 
     Returns both in this order. The last arguments are the defaults of a missing `rope_theta`. Raises
-    UnsupportedModelError for another section, or if there is `rope_scaling` besides.
+    UnsupportedModelError for another section, if there is `rope_scaling` besides, or if an option outside of
+    the sections contradicts them.
     """
     sections = section(values, "rope_parameters")
-    names = ("full_attention", "sliding_attention")
-    if section(values, "rope_scaling") or not sections.keys() <= set(names):
+    if section(values, "rope_scaling") or not sections.keys() <= set(_TYPES):
         raise UnsupportedModelError(
-            f"rope_parameters={sections!r:.120} must have sections {' and '.join(names)} alone, and no "
+            f"rope_parameters={sections!r:.120} must have sections {' and '.join(_TYPES)} alone, and no "
             f"rope_scaling besides"
         )
+    outer = {_FRACTION: values.get(_FRACTION)}
     full, sliding = (
-        parse_rope({"rope_parameters": section(sections, name)}, max_positions, theta)
-        for name, theta in zip(names, (full_theta, sliding_theta), strict=True)
+        parse_rope(outer | {"rope_parameters": section(sections, name)}, max_positions, theta)
+        for name, theta in zip(_TYPES, (full_theta, sliding_theta), strict=True)
     )
+    if values.get(_ORIGINAL) is not None:  # transformers does not read it beside sections
+        original = integer(values, _ORIGINAL)
+        for name, rope in zip(_TYPES, (full, sliding), strict=True):
+            if rope.original_max_positions not in (0, original):
+                raise UnsupportedModelError(
+                    f"config.json: {_ORIGINAL}={original} differs from {rope.original_max_positions} of the "
+                    f"rope section {name}; remove one"
+                )
     return full, sliding
 
 
@@ -152,20 +163,20 @@ def _section(values: dict[str, Any], theta_default: float = 10000.0) -> tuple[di
 
 
 def _kind(found: dict[str, Any]) -> Any:
-    return found.get("rope_type") or found.get("type") or "default"
+    named = (found.get(name) for name in ("rope_type", "type"))
+    return next((kind for kind in named if kind is not None), "default")
 
 
 def _fraction(values: dict[str, Any], found: dict[str, Any], default: float = 1.0) -> float:
     """Read the part of a head that is rotated."""
-    name = "partial_rotary_factor"
-    return number(found, name, number(values, name, default))
+    return number(found, _FRACTION, number(values, _FRACTION, default))
 
 
 def written_rope(rope: RopeConfig) -> dict[str, Any]:
     """Return the options that `parse_rope` reads, in the form of transformers 4, which 5 reads, too."""
     names = {"linear": (), "llama3": ("low_freq_factor", "high_freq_factor")}
     names["yarn"] = ("beta_fast", "beta_slow", "attention_factor")
-    whole = {} if rope.rotary_fraction == 1 else {"partial_rotary_factor": rope.rotary_fraction}
+    whole = {} if rope.rotary_fraction == 1 else {_FRACTION: rope.rotary_fraction}
     if rope.kind == "default":
         return {"rope_theta": rope.theta} | whole
     if rope.kind == "longrope":
@@ -182,6 +193,16 @@ def written_rope(rope: RopeConfig) -> dict[str, Any]:
     if not rope.truncate:  # written only if needed, since older versions warn about it
         section["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": section}
+
+
+def written_ropes_by_type(full: RopeConfig, sliding: RopeConfig) -> dict[str, Any]:
+    """Return the options that `parse_ropes_by_type` reads. transformers 4 does not read them."""
+    sections = {}
+    for name, rope in zip(_TYPES, (full, sliding), strict=True):
+        written = written_rope(rope)
+        kind = written.pop("rope_scaling", {"rope_type": "default"})
+        sections[name] = kind | written
+    return {"rope_parameters": sections}
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:

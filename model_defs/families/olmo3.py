@@ -15,7 +15,7 @@ from model_defs.gated_checkpoints import TENSOR_PREFIX, Defaults, parse_gated, w
 from model_defs.gated_decoder import GatedDecoder
 from model_defs.hf_layer_types import layer_windows, written_windows
 from model_defs.hf_options import boolean, integer, number
-from model_defs.hf_rope import parse_rope, parse_ropes_by_type
+from model_defs.hf_rope import parse_rope, parse_ropes_by_type, written_ropes_by_type
 from model_defs.layers import Build
 from model_defs.olmo_layer import OlmoLayer, olmo_weight_map
 from model_defs.tiny_preset import tiny_preset
@@ -70,17 +70,28 @@ def _ropes(values: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """Read the rope of layers that see all tokens, and that of layers with a window."""
     max_positions = integer(values, "max_position_embeddings", _MAX_POSITIONS)
     if values.get("rope_parameters") is not None:
-        return parse_ropes_by_type(values, max_positions, _THETA, _THETA)
-    if number(values, "rope_theta", _THETA) != _THETA:
-        raise UnsupportedModelError(
-            f"rope_theta={values['rope_theta']!r} is not supported: versions of transformers differ in which "
-            f"layers have it; write rope_parameters with a section for each type of layer"
-        )
-    return parse_rope(values, max_positions, _THETA), RopeConfig(theta=_THETA)
+        ropes = parse_ropes_by_type(values, max_positions, _THETA, _THETA)
+    else:
+        ropes = (parse_rope(values, max_positions, _THETA), RopeConfig(theta=_THETA))
+    if values.get("rope_theta") is not None:
+        theta = number(values, "rope_theta", above=1)
+        if any(rope.theta != theta for rope in ropes):
+            raise UnsupportedModelError(
+                f"rope_theta={values['rope_theta']!r} is not supported: versions of transformers differ in "
+                f"which layers have it; remove it, and write rope_parameters with a rope_theta for each type "
+                f"of layer"
+            )
+    return ropes
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return written_gated(config) | written_windows(config) | {"attention_bias": config.attention_bias}
+    written = written_gated(config) | written_windows(config) | {"attention_bias": config.attention_bias}
+    full, sliding = config.ropes[0], config.ropes[-1]
+    if full.theta == _THETA and sliding == RopeConfig(theta=_THETA):
+        return written  # which transformers 4 reads, too
+    left_out = ("rope_theta", "rope_scaling")
+    written = {name: value for name, value in written.items() if name not in left_out}
+    return written | written_ropes_by_type(full, sliding)
 
 
 def _make_model(build: Build) -> GatedDecoder:

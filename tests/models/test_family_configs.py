@@ -266,6 +266,12 @@ def test_a_written_config_is_read_back(name: str) -> None:
     assert parse_hf_config(hf_config(preset(name))) == preset(name, **ours)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_config_of_a_golden_variant_is_read_back(variant: str) -> None:
+    config = load_config(GOLDEN / variant)
+    assert parse_hf_config(hf_config(config)) == config
+
+
 @pytest.mark.parametrize(
     "rope",
     [

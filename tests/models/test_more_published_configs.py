@@ -372,6 +372,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (SMOLLM3, {"no_rope_layers": [2] * 36}, "must be a list of num_hidden_layers=36 entries, 0 or 1"),
     (SMOLLM3, {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval=0 must be"),
     (SMOLLM3, {"layer_types": ["sliding_attention"] * 36}, "layer_types: 'sliding_attention'"),
+    (SMOLLM3, {"layer_types": ["full_attention"] * 35}, "layer_types has 35 entries; it must have num_hid"),
     (
         SMOLLM3,
         {"layer_types": ["sliding_attention"] * 36, "use_sliding_window": True},
@@ -381,6 +382,31 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (OLMO3, {"layer_types": ["chunked_attention"] * 32}, "layer_types: 'chunked_attention' is not supp"),
     (OLMO3, {"sliding_window": None}, "sliding_window=None must be a positive integer"),
     (OLMO3, {"rope_theta": 1e6}, "rope_theta=1000000.0 is not supported: versions of transformers differ"),
+    (OLMO3, {"rope_scaling": None, "rope_theta": 7.0}, "rope_theta=7.0 is not supported"),
+    (
+        OLMO3,
+        {"rope_scaling": None, "rope_theta": 7.0, "rope_parameters": {"full_attention": {}}},
+        "rope_theta=7.0 is not supported: versions of transformers differ",
+    ),
+    (
+        OLMO3,
+        {"rope_scaling": None, "rope_parameters": {"sliding_attention": {"rope_theta": 2e3}}},
+        "rope_theta=500000 is not supported: versions of transformers differ",
+    ),
+    (
+        OLMO3,
+        {"rope_scaling": None, "rope_parameters": {"full_attention": {}}, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5 is not supported",
+    ),
+    (
+        OLMO3,
+        {
+            "rope_scaling": None,
+            "rope_parameters": {"full_attention": OLMO3["rope_scaling"]},
+            "original_max_position_embeddings": 4096,
+        },
+        "original_max_position_embeddings=4096 differs from 8192 of the rope section full_attention",
+    ),
     (OLMO3, {"rope_parameters": {"rope_type": "default"}}, "must have sections full_attention and slid"),
     (OLMO3, {"rope_parameters": {"full_attention": {}}}, "and no rope_scaling besides"),
     (COHERE2, {"head_dim": 64}, "head_dim=64 is not supported: it must be hidden_size=4096 over"),
