@@ -80,7 +80,7 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
         if boolean(values, name, supported) != supported:
             raise UnsupportedModelError(f"{name}={values[name]!r} is not supported; {supported} is")
     defaults = {"n_positions": _MAX_POSITIONS}
-    read = {ours: integer(values, theirs, defaults.get(theirs)) for ours, theirs in _OPTIONS.items()}
+    read = {other: _read_integer(values, name, other, defaults.get(name)) for other, name in _OPTIONS.items()}
     common = common_fields(values | read, generation, bos=50256, eos=50256, max_positions=_MAX_POSITIONS)
     hidden_size, num_heads = common["hidden_size"], common["num_heads"]
     if hidden_size % num_heads:
@@ -98,6 +98,19 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
         mlp_bias=True,
         initializer_range=number(values, "initializer_range", 0.02),
     )
+
+
+def _read_integer(values: dict[str, Any], name: str, other: str, default: int | None) -> int:
+    """Read an option with two names, which must not have different values."""
+    if values.get(other) is None:
+        return integer(values, name, default)
+    found = integer(values, other)
+    if integer(values, name, found) != found:
+        raise UnsupportedModelError(
+            f"config.json: {name}={values[name]} differs from {other}={found}, another name of the same "
+            f"option; remove one"
+        )
+    return found
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

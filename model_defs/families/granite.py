@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 from model_defs.config import ModelConfig, RopeConfig
+from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
@@ -27,6 +28,7 @@ from model_defs.layers import Build
 from model_defs.tiny_preset import tiny_preset
 
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_LEAST, _MOST = 1e-9, 1e9  # so that quotients and squares of multipliers are float32 numbers
 _NORM_EPS = 1e-6
 
 _PRESETS = {
@@ -55,7 +57,7 @@ _PRESETS = {
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     refuse_sliding_layers(values)
-    embedding, residual, attention, logits = (number(values, name, 1.0) for name in _MULTIPLIERS)
+    embedding, residual, attention, logits = (_read_multiplier(values, name) for name in _MULTIPLIERS)
     eps = number(values, "rms_norm_eps", _NORM_EPS) / residual**2
     return parse_gated(
         "granite",
@@ -68,6 +70,13 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
         logit_scale=1 / logits,
         embedding_scale=embedding / residual,
     )
+
+
+def _read_multiplier(values: dict[str, Any], name: str) -> float:
+    found = number(values, name, 1.0)
+    if not _LEAST <= found <= _MOST:
+        raise UnsupportedModelError(f"config.json: {name}={found!r} must be from {_LEAST:g} to {_MOST:g}")
+    return found
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

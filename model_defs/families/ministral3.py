@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 from model_defs.config import LayerKind, ModelConfig, RopeConfig
+from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
@@ -20,15 +21,16 @@ from model_defs.gated_checkpoints import (
     written_gated,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
-from model_defs.hf_options import integer
+from model_defs.hf_options import integer, number
 from model_defs.hf_rope import parse_growing_rope
 from model_defs.layers import Build
 from model_defs.tiny_preset import tiny_preset
 
 _DEFAULTS = Defaults(max_positions=262144, bos=1, eos=2, num_kv_heads=8, head_dim=128, norm_eps=1e-5)
+_THETA = 1e6
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 1e6,
+    "rope_theta": _THETA,
     "factor": 16.0,
     "original_max_position_embeddings": 16384,
     "mscale": 1.0,
@@ -61,7 +63,12 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
     refuse_sliding_layers(values)
     window = None if values.get("sliding_window") is None else integer(values, "sliding_window")
     kinds = (LayerKind(window=window),) * integer(values, "num_hidden_layers")
-    if not values.get("rope_parameters") and not values.get("rope_scaling"):
+    if values.get("rope_parameters") is None and not values.get("rope_scaling"):
+        if number(values, "rope_theta", _THETA, above=1) != _THETA:
+            raise UnsupportedModelError(
+                f"rope_theta={values['rope_theta']!r} is not supported without rope_parameters, for which "
+                f"transformers takes {_THETA:g}; write rope_parameters"
+            )
         values = values | {"rope_parameters": _DEFAULT_ROPE}
     max_positions = integer(values, "max_position_embeddings", _DEFAULTS.max_positions)
     rope = parse_growing_rope(values, max_positions)

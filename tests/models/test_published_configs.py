@@ -303,6 +303,8 @@ def test_options_and_defaults_of_gpt2() -> None:
     assert parse_hf_config(GPT2 | options) == dataclasses.replace(parse_hf_config(GPT2), **expected)
     more = GPT2 | {"n_positions": 2048, "layer_norm_epsilon": 1e-6, "n_inner": None}
     config = parse_hf_config(more | {"reorder_and_upcast_attn": True})
+    shorter = parse_hf_config(without(GPT2, "n_positions") | {"max_position_embeddings": 512})
+    assert shorter.max_position_embeddings == 512
     assert (config.max_position_embeddings, config.norm_eps, config.intermediate_size) == (2048, 1e-6, 3072)
 
 
@@ -351,10 +353,18 @@ REFUSED = [
     (GPT2 | {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
     (GPT2 | {"n_embd": 770}, "n_embd=770 is not a multiple of n_head=12"),
     (GPT2 | {"n_embd": "768"}, "n_embd='768' must be a positive integer"),
+    (GPT2 | {"hidden_size": 769}, "n_embd=768 differs from hidden_size=769, another name of the same option"),
+    (
+        GPT2 | {"n_positions": 1024, "max_position_embeddings": 512},
+        "n_positions=1024 differs from max_position_embeddings=512",
+    ),
     (without(GPT2, "n_layer"), "n_layer=None must be a positive integer"),
     (GPT2 | {"activation_function": "silu"}, "activation_function='silu' is not supported"),
     (GPT2 | {"architectures": ["GPT2DoubleHeadsModel"]}, "GPT2DoubleHeadsModel"),
     (GRANITE | {"residual_multiplier": 0}, "residual_multiplier=0 must be a finite number above 0"),
+    (GRANITE | {"residual_multiplier": 1e-170}, "residual_multiplier=1e-170 must be from 1e-09 to 1e\\+09"),
+    (GRANITE | {"residual_multiplier": 1e200}, "residual_multiplier=1e\\+200 must be from 1e-09 to 1e\\+09"),
+    (GRANITE | {"logits_scaling": 1e-320}, "logits_scaling=1e-320 must be from 1e-09 to 1e\\+09"),
     (GRANITE | {"attention_multiplier": -1.0}, "attention_multiplier=-1.0 must be a finite number above 0"),
     (GRANITE | {"logits_scaling": "8"}, "logits_scaling='8' must be a finite number above 0"),
     (GRANITE | {"embedding_multiplier": True}, "embedding_multiplier=True must be a finite number"),
@@ -366,6 +376,11 @@ REFUSED = [
     (growing(llama_4_scaling_beta=-0.1), "rope llama_4_scaling_beta=-0.1 must be a finite number above 0"),
     (growing(rope_type="default"), "rope_type='default' is not supported in this family; 'yarn' is"),
     (growing(rope_type="dynamic"), "rope_type='dynamic' is not supported"),
+    (
+        without(MINISTRAL3, "rope_parameters") | {"rope_theta": 7.0},
+        "rope_theta=7.0 is not supported without rope_parameters",
+    ),
+    (MINISTRAL3 | {"rope_parameters": {}}, "rope_type='default' is not supported in this family"),
     (MINISTRAL3 | {"layer_types": ["sliding_attention"]}, "layer_types: 'sliding_attention'"),
     (SEED_OSS | {"attention_out_bias": True}, "attention_out_bias=True is not supported; False is"),
     (SEED_OSS | {"attention_out_bias": "no"}, "attention_out_bias='no' must be true or false"),
