@@ -87,7 +87,8 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
 
 def _family(values: dict[str, Any]) -> Family:
     """Return the family of `architectures`, or of `model_type` if that is missing."""
-    names = values.get("architectures") or []
+    names = values.get("architectures")
+    names = [] if names is None else names
     model_type = values.get("model_type")
     if not isinstance(names, list) or not isinstance(model_type, str | None):
         found = []  # with a string instead of a list, `in` below would match substrings

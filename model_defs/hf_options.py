@@ -48,10 +48,15 @@ def written_common_fields(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+_MOST = 2**31 - 1  # sizes and positions are 32-bit integers on a device
+
+
 def integer(values: dict[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:
-    """Read an integer of at least `least`; missing or null gives the default."""
+    """Read an integer from `least` to 2**31 - 1; missing or null gives the default."""
     found = values.get(name)
     found = default if found is None else found
+    if type(found) is int and found > _MOST:
+        raise UnsupportedModelError(f"config.json: {name}={found!r:.40} must be at most {_MOST}")
     if type(found) is not int or found < least:
         limit = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise UnsupportedModelError(f"config.json: {name}={found!r} must be {limit}")
@@ -95,7 +100,8 @@ def boolean(values: dict[str, Any], name: str, default: bool) -> bool:
 
 def choice(values: dict[str, Any], name: str, default: str, allowed: dict[str, str]) -> str:
     """Read a string and map it by `allowed` to our name; a missing one gives the default."""
-    found = values.get(name) or default
+    found = values.get(name)
+    found = default if found is None else found
     if not isinstance(found, str) or found not in allowed:
         raise UnsupportedModelError(f"{name}={found!r} is not supported; one of {', '.join(allowed)} is")
     return allowed[found]
@@ -131,7 +137,11 @@ def _eos_token_ids(
 
 def _dtype(values: dict[str, Any]) -> str:
     """Read `dtype` (transformers 5) or `torch_dtype` (4); the default is float32."""
-    found = str(values.get("dtype") or values.get("torch_dtype") or "float32").removeprefix("torch.")
-    if found not in DTYPES:
-        raise UnsupportedModelError(f"dtype={found!r} is not supported; {', '.join(DTYPES)} are")
-    return found
+    for name in ("dtype", "torch_dtype"):
+        if (value := values.get(name)) is None:
+            continue
+        found = str(value).removeprefix("torch.")
+        if found not in DTYPES:
+            raise UnsupportedModelError(f"{name}={value!r} is not supported; {', '.join(DTYPES)} are")
+        return found
+    return "float32"

@@ -146,9 +146,10 @@ def text_half(values: dict[str, Any]) -> dict[str, Any]:
     text = values if is_flat else text
     if not isinstance(text, dict):
         raise UnsupportedModelError(f"config.json: text_config={text!r} must be an object")
-    found = row.text_type if is_flat else text.get("model_type") or row.text_type
+    found = None if is_flat else text.get("model_type")
+    found = row.text_type if found is None else found
     families = {row.text_type: row.family} | row.others
-    if found not in families:
+    if not isinstance(found, str) or found not in families:
         raise UnsupportedModelError(
             f"config.json: text_config has model_type={found!r}, which is not supported in "
             f"{row.hf_architecture}; one of {', '.join(map(repr, families))} is"
@@ -177,7 +178,8 @@ def text_tensors(entries: dict[str, TensorEntry], directory: Path) -> dict[str, 
 
 def _row(values: dict[str, Any]) -> Multimodal | None:
     """Return the row of `architectures`, or of `model_type` if that is missing; None for another model."""
-    names, model_type = values.get("architectures") or [], values.get("model_type")
+    names, model_type = values.get("architectures"), values.get("model_type")
+    names = [] if names is None else names
     if not isinstance(names, list):
         return None
     for row in MULTIMODAL.values():

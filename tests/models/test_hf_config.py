@@ -178,12 +178,21 @@ def test_opt_variants() -> None:
             LLAMA | {"architectures": "LlamaForCausalLM"},
             "architectures='LlamaForCausalLM', model_type='llama'",
         ),
+        (LLAMA | {"architectures": 0}, "architectures=0, model_type='llama' is not supported"),
         (LLAMA | {"architectures": 3}, "architectures=3, model_type='llama' is not supported"),
         (without(LLAMA, "architectures") | {"model_type": ["llama"]}, r"model_type=\['llama'\] is not"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (OPT | {"activation_function": "swish"}, "activation_function='swish'"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope'"),
+        (LLAMA | {"rope_scaling": {"rope_type": 0}}, "rope_type=0"),
+        (LLAMA | {"max_position_embeddings": 10**400}, "max_position_embeddings=1000.* must be at most 2147"),
+        (
+            LLAMA
+            | {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 1}}
+            | {"max_position_embeddings": 10**400},
+            "max_position_embeddings=1000.* must be at most 2147483647",
+        ),
         (LLAMA | {"rope_parameters": {"rope_type": "proportional"}}, "rope_type='proportional'"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope factor=None"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": -1}}, "rope factor=-1"),
@@ -216,7 +225,9 @@ def test_refused_by_name(values: dict[str, Any], message: str) -> None:
         ("bos_token_id", ["<s>", [1], -1, 1.0, True]),
         ("rope_scaling", [[1], "linear", 4.0, True]),
         ("rope_parameters", [[1], "linear"]),
-        ("hidden_act", [["silu"]]),
+        ("hidden_act", [["silu"], [], 0, False, ""]),
+        ("torch_dtype", [0, False, ""]),
+        ("max_position_embeddings", [2**31]),
     ],
 )
 def test_values_of_a_wrong_kind_or_size(name: str, values: list[Any]) -> None:
@@ -236,6 +247,7 @@ def test_values_of_a_wrong_kind_or_size(name: str, values: list[Any]) -> None:
         ("yarn", "mscale_all_dim", [math.nan]),
         ("yarn", "attention_factor", [0, "1"]),
         ("yarn", "original_max_position_embeddings", ["x", 0, -5, 8192.5, [8192]]),
+        ("yarn", "original_max_position_embeddings", [2**31]),
         ("llama3", "original_max_position_embeddings", ["x", True]),
         ("llama3", "low_freq_factor", [4.0, 5.0]),
     ],

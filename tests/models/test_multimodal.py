@@ -23,6 +23,7 @@ from model_defs import (
 from model_defs.hf_config import parse_hf_config
 from model_defs.multimodal import MULTIMODAL
 from tests.models.helpers import GOLDEN, dense_logits, golden
+from tests.models.test_hf_config import without
 
 QWEN2_5_VL_7B: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -314,6 +315,9 @@ def test_outer_options() -> None:
     nothing = changed(QWEN3_VL_4B, eos_token_id=None) | {"eos_token_id": 7, "dtype": "float16"}
     config = parse_hf_config(nothing)
     assert (config.eos_token_ids, config.dtype, config.tie_word_embeddings) == ((7,), "float16", True)
+    inner = changed(without(QWEN3_VL_4B, "dtype", "torch_dtype"), dtype="float16")
+    assert parse_hf_config(inner).dtype == "float16"
+    assert parse_hf_config(inner | {"torch_dtype": "bfloat16"}).dtype == "bfloat16"
     assert not parse_hf_config(QWEN3_VL_4B | {"tie_word_embeddings": False}).tie_word_embeddings
 
 
@@ -325,6 +329,10 @@ def test_a_window_is_that_of_the_text_half() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            changed(MISTRAL_SMALL_3_1, model_type=["mistral"]),
+            r"text_config has model_type=\['mistral'\], which is not supported in Mistral3ForCondition",
+        ),
         (
             changed(MISTRAL_SMALL_3_1, model_type="mistral4"),
             "text_config has model_type='mistral4', which is not supported in Mistral3ForCondition.*; one",
