@@ -9,6 +9,7 @@ tensor at a time. Knows nothing of models.
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,8 @@ def _open_sharded(directory: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for file_name in sorted(set(weight_map.values())):
         path = directory / file_name
-        if path.parent != directory or not path.is_file():
+        # Path.is_file would raise for a name that is too long.
+        if path.parent != directory or not os.path.isfile(path):
             raise CheckpointError(f"{INDEX_FILE} names the file {file_name!r}, which is not in {directory}")
         for entry in read_header(path):
             if weight_map.get(entry.name) != file_name:

@@ -166,6 +166,9 @@ def test_index_that_disagrees_with_its_files(sharded: Path) -> None:
         path.write_text(json.dumps({"weight_map": index["weight_map"] | {NORM: nothing}}))
         with pytest.raises(CheckpointError, match=rf"places tensor '{NORM}' in .*, which is not a file name"):
             load(sharded)
+    path.write_text(json.dumps({"weight_map": {NORM: "x" * 300}}))
+    with pytest.raises(CheckpointError, match=r"'x+', which is not in"):
+        load(sharded)
     path.write_text(json.dumps({"weight_map": {NORM: "../model.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"'\.\./model.safetensors', which is not in"):
         load(sharded)
