@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model_defs.config import ModelConfig
-from model_defs.errors import CheckpointError
+from model_defs.errors import CheckpointError, UnsupportedModelError
 from model_defs.hf_recipes import recipe
 from model_defs.other_formats import refuse_quantized_tensors
 from model_defs.parameters import Filler, Parameter
-from model_defs.quantized import Part, QuantizedFormat, Source, plain
+from model_defs.quantized import QuantizedFormat, Source, SourcePart, plain
 from model_defs.registry import family
 from model_defs.safetensors_reader import TensorEntry, is_constant
 from model_defs.sharding import TENSOR_AXIS, tensor_parallel_size
@@ -35,7 +35,7 @@ _HEAD_MODULE = _HEAD.removesuffix("weight")
 _COMPARED_BYTES = 2**24  # per block, since a table may be a gigabyte
 
 
-type Decoder = Callable[..., jax.Array]
+type TensorDecoder = Callable[..., jax.Array]
 
 
 def hf_filler(
@@ -95,7 +95,7 @@ def _split_axis(recipe_: Recipe, sharding: NamedSharding) -> int | None:
     return next((axis for axis, name in enumerate(sharding.spec) if name == TENSOR_AXIS), None)
 
 
-def _read(entry: TensorEntry, part: Part) -> np.ndarray:
+def _read(entry: TensorEntry, part: SourcePart) -> np.ndarray:
     """Return a part's values as a view of the file; raise CheckpointError for codes of NaN."""
     values = entry.read(part.dtypes)
     fault = None if part.fault is None else part.fault(values)
@@ -109,7 +109,7 @@ def _read(entry: TensorEntry, part: Part) -> np.ndarray:
 @functools.lru_cache(maxsize=256)
 def _assembler(
     assemble: Callable[..., jax.Array] | None,
-    decoders: tuple[Decoder | None, ...],
+    decoders: tuple[TensorDecoder | None, ...],
     dtype: jnp.dtype,
     sharding: NamedSharding,
 ) -> Callable[[list[list[jax.Array]]], jax.Array]:
@@ -154,16 +154,25 @@ def _by_short_name(entries: dict[str, TensorEntry], constants: tuple[str, ...]) 
 def _sources(
     recipes: dict[str, Recipe], entries: dict[str, TensorEntry], quantized: QuantizedFormat | None
 ) -> dict[str, Source]:
-    """Return the source of every tensor that the recipes name."""
+    """Return the source of every tensor that the recipes name.
+
+    Raises UnsupportedModelError for quantized weights of layers whose plain weights are [in, out].
+    """
     wanted = {
-        name: shape
+        name: (shape, recipe_.is_in_out)
         for recipe_ in recipes.values()
         for name, shape in zip(recipe_.names, recipe_.shapes, strict=True)
     }
     found = {
         name: (None if quantized is None else quantized.source(name, shape, entries)) or plain(name, shape)
-        for name, shape in wanted.items()
+        for name, (shape, _) in wanted.items()
     }
+    for name, (_, is_in_out) in wanted.items():
+        if is_in_out and found[name].decode is not None:  # a square one would load, transposed
+            raise UnsupportedModelError(
+                f"tensor {name!r} is quantized ({found[name].asked_by}), with weights [out, in]; that is not "
+                f"supported in a family whose weights are [in, out]; use the model's unquantized safetensors"
+            )
     if quantized is not None and all(source.decode is None for source in found.values()):
         raise CheckpointError(
             f"config.json or a side file says that the weights are quantized ({quantized.name}), but no "

@@ -27,7 +27,8 @@ class Recipe(NamedTuple):
     With `assemble` None the single tensor is the parameter. `split_axis` is the axis of the tensors that
     becomes the parameter's "tp" dimension; None means that whole tensors are needed. With `sections`, the
     function gets the elements from begin to end along `split_axis` of each tensor; a name may occur several
-    times. `shapes` are those of whole tensors.
+    times. `shapes` are those of whole tensors. `is_in_out` says that the tensors are linear
+    weights [in, out].
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,7 @@ class Recipe(NamedTuple):
     assemble: Callable[..., jax.Array] | None = None
     split_axis: int | None = None
     sections: tuple[tuple[int, int], ...] = ()
+    is_in_out: bool = False
 
 
 class WeightMap(NamedTuple):
@@ -85,7 +87,13 @@ def transposed(recipe: Recipe) -> Recipe:
         return assemble(*(tensor.T for tensor in tensors))
 
     shapes = tuple(shape[::-1] for shape in recipe.shapes)
-    return recipe._replace(shapes=shapes, assemble=run, split_axis=len(shapes[0]) - 1 - axis)
+    split_axis = len(shapes[0]) - 1 - axis
+    return recipe._replace(shapes=shapes, assemble=run, split_axis=split_axis, is_in_out=True)
+
+
+def untransposed(name: str, in_size: int, out_size: int) -> Recipe:
+    """Return the recipe of a linear weight that the checkpoint has as [in, out], as we do."""
+    return table(name, in_size, out_size)._replace(is_in_out=True)
 
 
 def token_recipes(config: ModelConfig) -> dict[str, Recipe]:

@@ -19,6 +19,7 @@ from model_defs.tensor_recipes import (
     from_one_tensor,
     table,
     transposed,
+    untransposed,
     vector,
 )
 from model_defs.tiny_preset import tiny_preset
@@ -144,9 +145,9 @@ def _weight_map(config: ModelConfig) -> WeightMap:
         "out.bias": vector("attn.c_proj.bias", hidden),
         "mlp_norm.scale": vector("ln_2.weight", hidden),
         "mlp_norm.bias": vector("ln_2.bias", hidden),
-        "fc1.kernel": table("mlp.c_fc.weight", hidden, wide),
+        "fc1.kernel": untransposed("mlp.c_fc.weight", hidden, wide),
         "fc1.bias": vector("mlp.c_fc.bias", wide),
-        "fc2.kernel": table("mlp.c_proj.weight", wide, hidden),
+        "fc2.kernel": untransposed("mlp.c_proj.weight", wide, hidden),
         "fc2.bias": vector("mlp.c_proj.bias", hidden),
     }
     return WeightMap(outer, layer)

@@ -5,6 +5,6 @@ decoded in float32 and then cast once, on the devices, one parameter at a time.
 """
 
 from model_defs.quantized.reading import parse_format, read_format
-from model_defs.quantized.source import Part, QuantizedFormat, Source, plain
+from model_defs.quantized.source import QuantizedFormat, Source, SourcePart, plain
 
-__all__ = ["Part", "QuantizedFormat", "Source", "parse_format", "plain", "read_format"]
+__all__ = ["QuantizedFormat", "Source", "SourcePart", "parse_format", "plain", "read_format"]

@@ -9,22 +9,14 @@ import dataclasses
 import jax
 import numpy as np
 
-from model_defs.quantized.options import Options
-from model_defs.quantized.source import Axis, Part, Source, Tensors, check_packs
+from model_defs.quantized.options import OF_TOOLS, Options
+from model_defs.quantized.source import Axis, Source, SourcePart, Tensors, check_packs
 from model_defs.quantized.unpacking import scaled, spread, unpack
 from model_defs.safetensors_reader import FLOATS
 from model_defs.tensor_recipes import Shape
 
 BITS, PER_WORD = 4, 8
 _NIBBLE_OF_CHANNEL = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-OF_TOOLS = (
-    *("quant_method", "backend", "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
-    *("exllama_config", "lm_head", "desc_act", "sym", "meta", "tokenizer", "dataset", "damp_percent"),
-    *("act_group_aware", "true_sequential", "model_seqlen", "block_name_to_quantize", "batch_size"),
-    *("module_name_preceding_first_block", "pad_token_id", "max_input_length", "cache_block_outputs"),
-    *("modules_in_block_to_quantize", "use_exllama", "use_cuda_fp16"),
-)
-"""Options of tools that made the file or run it; they say nothing of how codes become weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +57,16 @@ class Awq:
         check_packs(tensors[module + "qweight"], {"output channels": num_out}, PER_WORD)
         words, groups = num_out // PER_WORD, -(-num_in // group)
         parts = (
-            Part(module + "qweight", (num_in, words), ("I32",), (Axis(1, PER_WORD), Axis(0))),
-            Part(module + "qzeros", (groups, words), ("I32",), (Axis(1, PER_WORD), Axis(0, group))),
-            Part(module + "scales", (groups, num_out), FLOATS, (Axis(1), Axis(0, group))),
+            SourcePart(module + "qweight", (num_in, words), ("I32",), (Axis(1, PER_WORD), Axis(0))),
+            SourcePart(module + "qzeros", (groups, words), ("I32",), (Axis(1, PER_WORD), Axis(0, group))),
+            SourcePart(module + "scales", (groups, num_out), FLOATS, (Axis(1), Axis(0, group))),
         )
         return Source(parts, AwqDecoder(group), asked_by=self.name)
 
 
 def parse_awq(options: Options) -> Awq:
     """Read the options of an AWQ checkpoint, in config.json or in AutoAWQ's own file."""
-    bits = options.integer("w_bit" if options.has("w_bit") else "bits", BITS)
+    bits = options.integer(options.one_name("bits", "w_bit"), BITS)
     if bits != BITS:
         raise options.refusal(f"bits={bits}", f"AWQ of {bits} bits is not supported, that of {BITS} is")
     for name in ("version", "format", "checkpoint_format"):
@@ -85,7 +77,7 @@ def parse_awq(options: Options) -> Awq:
         raise options.refusal("backend='llm-awq'", "the packing of llm-awq is not supported, AutoAWQ's is")
     if not options.boolean("zero_point", True):
         raise options.refusal("zero_point=False", "AWQ without zero points is not supported")
-    group = options.group_size("group_size", "q_group_size")
+    group = options.group_size(options.one_name("group_size", "q_group_size"))
     options.refuse_set("dynamic", what="options of single layers")
     options.without_effect("bits", "w_bit", "group_size", "q_group_size", *OF_TOOLS)
     options.close()

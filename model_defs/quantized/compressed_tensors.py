@@ -23,7 +23,7 @@ _REGEX = "re:"
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class GroupWeights:
     """How the weights of a group of layers are stored; `block` is what one scale covers, None: all channels.
 
     A block of (None, None) is the whole tensor, (1, None) an output channel, (1, 128) a group of its inputs.
@@ -34,6 +34,7 @@ class Weights:
     block: tuple[int | None, int | None]
     is_packed: bool = False
     has_zeros: bool = False
+    has_act_order: bool = False
 
     def digest(self) -> str:
         block = "x".join(str(size or "all") for size in self.block)
@@ -46,7 +47,7 @@ class Group:
 
     name: str
     targets: tuple[str, ...]
-    weights: Weights | None
+    weights: GroupWeights | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class CompressedTensors:
         layer = name.removesuffix(".weight")
         if stored is not None:
             layer = re.sub(r"\.weight(_packed)?$", "", stored.name)
-        weights = self._weights(layer)
+        weights = self._find_weights(layer)
         is_quantized = packed is not None or (plain is not None and plain.dtype in (E4M3, INT8))
         if weights is None:
             if not is_quantized:
@@ -89,14 +90,23 @@ class CompressedTensors:
             )
         block = tuple(size or whole for size, whole in zip(weights.block, shape, strict=True))
         if weights.is_packed:
-            source = packed_source(module, shape, weights.bits, block[1], weights.has_zeros, tensors, NAME)
+            source = packed_source(
+                module,
+                shape,
+                weights.bits,
+                block[1],
+                weights.has_zeros,
+                weights.has_act_order,
+                tensors,
+                NAME,
+            )
         else:
             source = _scaled_source(module, shape, weights, (block[0], block[1]), tensors)
         return source._replace(
             others=source.others + present(tensors, [module + suffix for suffix in _OF_ACTIVATIONS])
         )
 
-    def _weights(self, layer: str) -> Weights | None:
+    def _find_weights(self, layer: str) -> GroupWeights | None:
         """Return how the weights of `layer` are stored, by the most specific of its groups.
 
         As in the format's library, a layer's name goes before an expression, and that before a class.
@@ -130,7 +140,7 @@ def _rank(target: str, layer: str, kind: str) -> int | None:
 
 
 def _scaled_source(
-    module: str, shape: Shape, weights: Weights, block: tuple[int, int], tensors: Tensors
+    module: str, shape: Shape, weights: GroupWeights, block: tuple[int, int], tensors: Tensors
 ) -> Source:
     """Return the source of codes of eight bits that are not packed."""
     parts = [
@@ -165,10 +175,12 @@ def parse_compressed_tensors(options: Options) -> CompressedTensors:
     options.close()
     for one in ignore:
         _check_expression(one, options)
-    return CompressedTensors(tuple(_group(groups, name, layout) for name in groups.names_of_all()), ignore)
+    return CompressedTensors(
+        tuple(_read_group(groups, name, layout) for name in groups.names_of_all()), ignore
+    )
 
 
-def _group(groups: Options, name: str, layout: str) -> Group:
+def _read_group(groups: Options, name: str, layout: str) -> Group:
     """Read one group of layers."""
     options = groups.section(name)
     if options is None:
@@ -180,10 +192,10 @@ def _group(groups: Options, name: str, layout: str) -> Group:
     weights = options.section("weights")
     options.without_effect("input_activations", "output_activations")
     options.close()
-    return Group(name, targets, None if weights is None else _weights(weights, layout))
+    return Group(name, targets, None if weights is None else _read_weights(weights, layout))
 
 
-def _weights(options: Options, layout: str) -> Weights:
+def _read_weights(options: Options, layout: str) -> GroupWeights:
     """Read how the weights of a group are stored."""
     bits, kind = options.integer("num_bits", 8), options.text("type", "int")
     if kind == "float" and bits == 4:
@@ -200,32 +212,70 @@ def _weights(options: Options, layout: str) -> Weights:
     if kind == "float" and is_packed:
         raise options.refusal(f"type='float', format={layout!r}", "packed floats are not supported")
     options.refuse_set("dynamic", what="weights with scales that are made at each step")
-    block = _block(options)
+    block, has_act_order = _read_block(options)
+    if has_act_order and not is_packed:
+        raise options.refusal(
+            "actorder='group'", f"act order is not supported in {layout}, it is in pack-quantized"
+        )
     if is_packed and block[0] != 1:
         raise options.refusal("strategy", "packed weights need scales for channels or groups")
     has_zeros = not options.boolean("symmetric", True)
     if has_zeros and kind == "float":
         raise options.refusal("symmetric=False", "zero points of floats are not supported")
-    options.without_effect("actorder", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    options.without_effect("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     options.close()
-    return Weights(E4M3 if kind == "float" else INT8, bits, block, is_packed, has_zeros)
+    dtype = E4M3 if kind == "float" else INT8
+    return GroupWeights(dtype, bits, block, is_packed, has_zeros, has_act_order)
 
 
-def _block(options: Options) -> tuple[int | None, int | None]:
-    """Read what one scale covers; None stands for the whole of an axis."""
-    size = options.value("group_size")
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+def _read_block(options: Options) -> tuple[tuple[int | None, int | None], bool]:
+    """Read what one scale covers, where None is the whole of an axis, and whether groups have act order.
+
+    An option that the strategy does not use is refused, as in the format's library.
+    """
+    given = options.value("group_size")
+    size = None if given is None else options.group_size("group_size")
+    inferred = "group" if size is not None else "tensor" if given is None else "channel"
     strategy = options.choice(
         "strategy", inferred, ("tensor", "channel", "group", "block"), "the strategy of scales"
     )
-    block = options.sizes("block_structure", 2)
+    structure, order = options.sizes("block_structure", 2), _read_order(options)
+    unused = {
+        "group_size": None if strategy == "group" else size,
+        "block_structure": None if strategy == "block" or structure is None else list(structure),
+        "actorder": None if strategy == "group" else order,
+    }
+    for name, value in unused.items():
+        if value is not None:
+            raise options.refusal(f"{name}={value!r}", f"the strategy {strategy!r} does not use it")
     if strategy == "block":
-        if block is None:
+        if structure is None:
             raise options.refusal("block_structure is missing", "the strategy 'block' needs it")
-        return (block[0], block[1])
+        return (structure[0], structure[1]), False
     if strategy == "group":
-        return (1, options.group_size("group_size"))
-    return (None, None) if strategy == "tensor" else (1, None)
+        if size is None:
+            what = "is missing" if given is None else f"is {given}"
+            raise options.refusal(f"group_size {what}", "the strategy 'group' needs a positive integer")
+        return (1, size), order == "group"
+    return (None, None) if strategy == "tensor" else (1, None), False
+
+
+def _read_order(options: Options) -> str | None:
+    """Read `actorder`: "group", whose weight_g_idx says the groups, or "weight", which leaves them in order.
+
+    None means that there is none. Older files say true for "group".
+    """
+    found = options.value("actorder")
+    if isinstance(found, bool):
+        return "group" if found else None
+    if found is None:
+        return None
+    if not isinstance(found, str):
+        raise UnsupportedModelError(
+            f"{options.where}: actorder={found!r:.60} must be a string, true or false"
+        )
+    names = {"group": "group", "dynamic": "group", "weight": "weight", "static": "weight"}
+    return names[options.choice("actorder", "", tuple(names), "the order of groups")]
 
 
 def _check_expression(target: str, options: Options) -> None:

@@ -10,11 +10,18 @@ import jax
 import numpy as np
 
 from model_defs.errors import CheckpointError
-from model_defs.quantized.awq import OF_TOOLS
-from model_defs.quantized.options import Options
-from model_defs.quantized.source import Axis, Part, Source, Tensors, check_packs, present
+from model_defs.quantized.options import OF_TOOLS, Options
+from model_defs.quantized.source import (
+    Axis,
+    Source,
+    SourcePart,
+    Tensors,
+    check_packs,
+    present,
+    read_group_index,
+)
 from model_defs.quantized.unpacking import per_word, scaled, spread, unpack
-from model_defs.safetensors_reader import FLOATS, TensorEntry
+from model_defs.safetensors_reader import FLOATS
 from model_defs.tensor_recipes import Shape
 
 _FORMATS = ("gptq", "gptq_v2")
@@ -85,12 +92,12 @@ class Gptq:
         # With act order a device may need the scales of any group.
         along = Axis(0, group) if index is None else None
         parts = [
-            Part(module + "qweight", (num_in // count, num_out), ("I32",), (Axis(1), Axis(0, count))),
-            Part(module + "qzeros", (groups, num_out // count), ("I32",), (Axis(1, count), along)),
-            Part(module + "scales", (groups, num_out), FLOATS, (Axis(1), along)),
+            SourcePart(module + "qweight", (num_in // count, num_out), ("I32",), (Axis(1), Axis(0, count))),
+            SourcePart(module + "qzeros", (groups, num_out // count), ("I32",), (Axis(1, count), along)),
+            SourcePart(module + "scales", (groups, num_out), FLOATS, (Axis(1), along)),
         ]
         if index is not None:
-            parts.append(Part(module + "g_idx", (num_in,), ("I32",), (None, Axis(0))))
+            parts.append(SourcePart(module + "g_idx", (num_in,), ("I32",), (None, Axis(0))))
         others = present(tensors, [module + "g_idx"]) + _zero_bias(module + "bias", num_out, tensors)
         return Source(tuple(parts), GptqDecoder(self.bits, group, self.is_v2), others, self.name)
 
@@ -125,22 +132,6 @@ def _group_index(name: str, num_in: int, groups: int, tensors: Tensors) -> np.nd
     if name not in tensors:
         return None
     return read_group_index(tensors[name], num_in, groups)
-
-
-def read_group_index(entry: TensorEntry, num_in: int, groups: int) -> np.ndarray:
-    """Read i32[in], the group of each input channel; raise CheckpointError if it is of another kind."""
-    if entry.shape != (num_in,) or entry.dtype not in ("I32", "I64"):
-        raise CheckpointError(
-            f"tensor {entry.name!r} in {entry.path.name} is {entry.dtype}{list(entry.shape)}; "
-            f"it must be I32[{num_in}], a group for each input channel"
-        )
-    index = entry.read(("I32", "I64"))
-    if index.size and not 0 <= index.min() <= index.max() < groups:
-        raise CheckpointError(
-            f"tensor {entry.name!r} in {entry.path.name} names groups {index.min()} to {index.max()}; "
-            f"there are {groups}, from 0"
-        )
-    return index
 
 
 def _zero_bias(name: str, num_out: int, tensors: Tensors) -> tuple[str, ...]:

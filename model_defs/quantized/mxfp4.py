@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from model_defs.quantized.options import Options
-from model_defs.quantized.source import Axis, Part, Source, Tensors, check_packs
+from model_defs.quantized.source import Axis, Source, SourcePart, Tensors, check_packs
 from model_defs.quantized.unpacking import e8m0_fault, times_power_of_two
 from model_defs.tensor_recipes import Shape
 
@@ -51,8 +51,8 @@ class Mxfp4:
         groups = num_in // _GROUP
         axes = (Axis(0), Axis(2, _GROUP), Axis(1))
         parts = (
-            Part(name + "_blocks", (experts, num_out, groups, _GROUP_BYTES), ("U8",), axes),
-            Part(name + "_scales", (experts, num_out, groups), ("U8",), axes, e8m0_fault),
+            SourcePart(name + "_blocks", (experts, num_out, groups, _GROUP_BYTES), ("U8",), axes),
+            SourcePart(name + "_scales", (experts, num_out, groups), ("U8",), axes, e8m0_fault),
         )
         return Source(parts, Mxfp4Decoder(), asked_by=self.name)
 

@@ -9,6 +9,14 @@ from model_defs.errors import UnsupportedModelError
 
 HINT = "use the model's unquantized safetensors, or a version in FP8, compressed-tensors, AWQ or GPTQ"
 """What helps against most refusals."""
+OF_TOOLS = (
+    *("quant_method", "backend", "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+    *("exllama_config", "lm_head", "desc_act", "sym", "meta", "tokenizer", "dataset", "damp_percent"),
+    *("act_group_aware", "true_sequential", "model_seqlen", "block_name_to_quantize", "batch_size"),
+    *("module_name_preceding_first_block", "pad_token_id", "max_input_length", "cache_block_outputs"),
+    *("modules_in_block_to_quantize", "use_exllama", "use_cuda_fp16"),
+)
+"""Options of tools that made the file or run it; they say nothing of how codes become weights."""
 
 
 class Options:
@@ -86,12 +94,23 @@ class Options:
             raise UnsupportedModelError(f"{self.where}: {name}={found!r:.80} must be an object")
         return Options(found, f"{self.where}: {name}")
 
-    def group_size(self, *names: str) -> int | None:
+    def one_name(self, *names: str) -> str:
+        """Return which of the names of one option is there; raise UnsupportedModelError if values differ."""
+        there = [name for name in names if self.has(name)] or [names[0]]
+        for name in there[1:]:
+            if self._values[name] != self._values[there[0]]:
+                raise UnsupportedModelError(
+                    f"{self.where}: {there[0]}={self._values[there[0]]!r:.60} differs from "
+                    f"{name}={self._values[name]!r:.60}, another name of the same option; remove one"
+                )
+        return there[0]
+
+    def group_size(self, name: str) -> int | None:
         """Read the number of input channels that share a scale; -1, for all of them, gives None."""
-        found = self.integer(next((name for name in names if self.has(name)), names[0]), 128)
+        found = self.integer(name, 128)
         if found != -1 and found < 1:
             raise UnsupportedModelError(
-                f"{self.where}: {names[0]}={found} must be a positive integer, or -1 for one group"
+                f"{self.where}: {name}={found} must be a positive integer, or -1 for one group"
             )
         return None if found == -1 else found
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from model_defs.errors import CheckpointError
-from model_defs.quantized.gptq import read_group_index
-from model_defs.quantized.source import Axis, Part, Source, Tensors, present
+from model_defs.quantized.source import Axis, Source, SourcePart, Tensors, present, read_group_index
 from model_defs.quantized.unpacking import per_word, scaled, spread, unpack
 from model_defs.safetensors_reader import FLOATS, TensorEntry
 from model_defs.tensor_recipes import Shape
@@ -52,30 +51,46 @@ class PackedDecoder:
 
 
 def packed_source(
-    module: str, shape: Shape, bits: int, group: int, has_zeros: bool, tensors: Tensors, asked_by: str
+    module: str,
+    shape: Shape,
+    bits: int,
+    group: int,
+    has_zeros: bool,
+    has_act_order: bool,
+    tensors: Tensors,
+    asked_by: str,
 ) -> Source:
     """Return the source of the weight [out, in] of `module`, a prefix of tensor names.
 
-    Raises CheckpointError if the checkpoint says that the weight has another shape, or names other groups.
+    Raises CheckpointError if the checkpoint says that the weight has another shape, names other groups, or
+    lacks the groups that act order needs.
     """
     num_out, num_in = shape
     count, groups = per_word(bits), -(-num_in // group)
     named = module + "weight_shape"
     if named in tensors:
         _check_shape(tensors[named], shape)
+    packed = tensors.get(module + "weight_packed")
+    if packed is not None and has_act_order and groups > 1 and module + "weight_g_idx" not in tensors:
+        raise CheckpointError(
+            f"tensor {packed.name!r} has no weight_g_idx beside it; actorder='group' needs one"
+        )
     index = _group_index(module + "weight_g_idx", num_in, groups, group, tensors)
-    along = (
-        Axis(1, group) if index is None else None
-    )  # with act order a device may need the scales of any group
+    # With act order a device may need the scales of any group.
+    along = Axis(1, group) if index is None else None
     parts = [
-        Part(module + "weight_packed", (num_out, -(-num_in // count)), ("I32",), (Axis(0), Axis(1, count))),
-        Part(module + "weight_scale", (num_out, groups), FLOATS, (Axis(0), along)),
+        SourcePart(
+            module + "weight_packed", (num_out, -(-num_in // count)), ("I32",), (Axis(0), Axis(1, count))
+        ),
+        SourcePart(module + "weight_scale", (num_out, groups), FLOATS, (Axis(0), along)),
     ]
     if has_zeros:
         words = -(-num_out // count)
-        parts.append(Part(module + "weight_zero_point", (words, groups), ("I32",), (Axis(0, count), along)))
+        parts.append(
+            SourcePart(module + "weight_zero_point", (words, groups), ("I32",), (Axis(0, count), along))
+        )
     if index is not None:
-        parts.append(Part(module + "weight_g_idx", (num_in,), ("I32",), (None, Axis(0))))
+        parts.append(SourcePart(module + "weight_g_idx", (num_in,), ("I32",), (None, Axis(0))))
     decode = PackedDecoder(bits, group, (num_out, num_in), has_zeros, index is not None)
     others = present(tensors, (named, module + "weight_g_idx"))
     return Source(tuple(parts), decode, others, asked_by)

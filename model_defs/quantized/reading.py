@@ -28,7 +28,8 @@ _PARSERS: dict[str, Parser] = {
     "mxfp4": parse_mxfp4,
     "sparseml": parse_compressed_tensors,  # its earlier name
 }
-_SIDE_FILES: dict[str, Parser] = {"quant_config.json": parse_awq, "quantize_config.json": parse_gptq}
+_SIDE_FILES = {"quant_config.json": "awq", "quantize_config.json": "gptq"}
+"""Files of tools, and the method of one without quant_method."""
 _REFUSED_FILES = {"hf_quant_config.json": "ModelOpt"}
 _SECTIONS = {"quantization_config": "", "compression_config": NAME}
 """Sections of config.json, and the method of one without quant_method."""
@@ -57,7 +58,8 @@ def read_format(directory: Path) -> QuantizedFormat | None:
     """Return the format of a Hugging Face directory, or None if nothing says that it is quantized.
 
     Reads config.json, if it is there, and the side files that AutoAWQ and AutoGPTQ write. Raises
-    UnsupportedModelError for a format that is not supported, or two descriptions that differ.
+    UnsupportedModelError for a format that is not supported, or two descriptions that differ, and
+    CheckpointError for a file that is not JSON, or that ModelOpt writes.
     """
     path = directory / "config.json"
     found = parse_format(read_json(path)) if path.is_file() else None
@@ -67,10 +69,10 @@ def read_format(directory: Path) -> QuantizedFormat | None:
                 f"{directory} holds {name}: checkpoints quantized by {method} are not supported; "
                 f"{_hint(method)}"
             )
-    for name, parse in _SIDE_FILES.items():
+    for name, method in _SIDE_FILES.items():
         if not (directory / name).is_file():
             continue
-        side = parse(Options(read_json(directory / name), name))
+        side = _parse_section(read_json(directory / name), name, method)
         if found is not None and found != side:
             raise UnsupportedModelError(
                 f"{directory}: config.json describes {found.name} ({found.digest()}), {name} describes "

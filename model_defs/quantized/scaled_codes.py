@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from model_defs.quantized.source import Axis, Part, Tensors
+from model_defs.quantized.source import Axis, SourcePart, Tensors
 from model_defs.quantized.unpacking import (
     e4m3_fault,
     e8m0_fault,
@@ -50,10 +50,10 @@ class ScaledCodes:
         return values
 
 
-def codes_part(name: str, shape: Shape, dtype: str) -> Part:
+def codes_part(name: str, shape: Shape, dtype: str) -> SourcePart:
     """Return the part of the codes themselves."""
     fault = e4m3_fault if dtype == E4M3 else None
-    return Part(name, shape, (dtype,), (Axis(0), Axis(1)), fault)
+    return SourcePart(name, shape, (dtype,), (Axis(0), Axis(1)), fault)
 
 
 def scale_part(
@@ -62,7 +62,7 @@ def scale_part(
     block: tuple[int, int],
     tensors: Tensors,
     dtypes: tuple[str, ...] = FLOATS,
-) -> Part:
+) -> SourcePart:
     """Return the part of scales or zero points for blocks of a tensor of `shape`.
 
     Formats differ in the shape of scales for whole tensors, [] or [1], and for channels, [out] or [out, 1].
@@ -79,7 +79,7 @@ def scale_part(
         for axis, (size, covered) in enumerate(zip(shape, block, strict=True))
     )
     stored = found if found in allowed else grid
-    return Part(name, stored, dtypes, along, e8m0_fault if is_e8m0(name, tensors) else None)
+    return SourcePart(name, stored, dtypes, along, e8m0_fault if is_e8m0(name, tensors) else None)
 
 
 def is_e8m0(name: str, tensors: Tensors) -> bool:

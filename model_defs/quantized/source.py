@@ -29,7 +29,7 @@ class Axis(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class SourcePart:
     """One stored tensor of a source.
 
     Attributes:
@@ -55,7 +55,7 @@ class Source(NamedTuple):
     values were checked, or they concern activations alone. `asked_by` names in errors what determines shapes.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
     decode: Callable[..., jax.Array] | None = None
     others: tuple[str, ...] = ()
     asked_by: str = "the config"
@@ -119,7 +119,7 @@ class QuantizedFormat(Protocol):
 def plain(name: str, shape: Shape) -> Source:
     """Return the source of a tensor that is stored as it is."""
     axes = tuple(Axis(index) for index in range(len(shape)))
-    return Source((Part(name, shape, FLOATS, axes),))
+    return Source((SourcePart(name, shape, FLOATS, axes),))
 
 
 def check_packs(entry: TensorEntry, sizes: dict[str, int], unit: int) -> None:
@@ -130,6 +130,22 @@ def check_packs(entry: TensorEntry, sizes: dict[str, int], unit: int) -> None:
                 f"tensor {entry.name!r} in {entry.path.name} holds {unit} {what} in each element, but the "
                 f"config asks for {size}, which is not a multiple; the checkpoint belongs to another config"
             )
+
+
+def read_group_index(entry: TensorEntry, num_in: int, groups: int) -> np.ndarray:
+    """Read i32[in], the group of each input channel; raise CheckpointError if it is of another kind."""
+    if entry.shape != (num_in,) or entry.dtype not in ("I32", "I64"):
+        raise CheckpointError(
+            f"tensor {entry.name!r} in {entry.path.name} is {entry.dtype}{list(entry.shape)}; "
+            f"it must be I32[{num_in}], a group for each input channel"
+        )
+    index = entry.read(("I32", "I64"))
+    if index.size and not 0 <= index.min() <= index.max() < groups:
+        raise CheckpointError(
+            f"tensor {entry.name!r} in {entry.path.name} names groups {index.min()} to {index.max()}; "
+            f"there are {groups}, from 0"
+        )
+    return index
 
 
 def present(tensors: Tensors, names: Iterable[str]) -> tuple[str, ...]:

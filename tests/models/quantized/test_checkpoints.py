@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model_defs import (
     CheckpointError,
+    UnsupportedModelError,
     hf_weights,
     load_config,
     load_model,
@@ -22,6 +23,7 @@ from model_defs import (
     preset,
     weights_digest,
 )
+from model_defs.hf_config import hf_config
 from model_defs.tensor_recipes import gated_mlp_recipes
 from tests.launching import load
 from tests.models.helpers import dense_logits
@@ -130,26 +132,27 @@ def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     assert_equal_models(write(tmp_path / "both", values, tensors), plain)
 
 
-def test_packed_weights_of_a_transposed_layer_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer", ["attn.c_proj", "mlp.c_fc"])
+def test_packed_weights_of_a_transposed_layer_are_refused(layer: str, tmp_path: Path) -> None:
     """GPT-2 stores plain weights as [in, out], but GPTQ packs those of every model as [out, in]."""
-    config = preset("gpt2-tiny")
-    source, _ = checkpoints(tmp_path, "gptq_int4", config, plain=("wte", "wpe"))
-    stored, _ = tensors_of(config, "gptq_int4", plain=("wte", "wpe"))
-    tensors, _ = FORMATS["gptq_int4"].encode(np.random.default_rng(1), (3 * 64, 64))
-    stored |= {f"transformer.h.0.attn.c_attn.{name}": value for name, value in tensors.items()}
-    values = json.loads((source / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=r"c_attn\.g_idx' .* is I32\[64\]; it must be I32"):
+    config = preset("gpt2-tiny", intermediate_size=128)  # so that both layers are square
+    stored, twin = tensors_of(config, "gptq_int4", plain=("",))
+    tensors, _ = FORMATS["gptq_int4"].encode(np.random.default_rng(1), (128, 128))
+    stored |= {f"transformer.h.0.{layer}.{name}": value for name, value in tensors.items()}
+    del stored[f"transformer.h.0.{layer}.weight"]
+    values = hf_config(config) | {"quantization_config": FORMATS["gptq_int4"].config}
+    says = rf"'h.0.{layer}.weight' is quantized \(GPTQ\), .* \[out, in\]; .* \[in, out\]"
+    with pytest.raises(UnsupportedModelError, match=says):
         load_model(write(tmp_path / "packed", values, stored), mesh=make_mesh(1))
+    load_model(write(tmp_path / "plain", hf_config(config), twin), mesh=make_mesh(1))
 
 
 def test_products_are_rounded_once(tmp_path: Path) -> None:
     """With a float32 model the weights are the products themselves."""
-    config = CONFIGS["llama"]
-    stored, _ = tensors_of(config, "fp8_blocks")
-    source, _ = checkpoints(tmp_path, "fp8_blocks", config)
+    source, _ = checkpoints(tmp_path, "fp8_blocks", CONFIGS["llama"])
     wide = parameters_of(load_model(source, dtype="float32", mesh=make_mesh(1)))["layers.0.mlp.down.kernel"]
     half = parameters_of(load_model(source, mesh=make_mesh(1)))["layers.0.mlp.down.kernel"]
-    assert (wide != half.astype(np.float32)).any() and stored
+    assert (wide != half.astype(np.float32)).any()
     np.testing.assert_array_equal(wide.astype(ml_dtypes.bfloat16), half)
 
 

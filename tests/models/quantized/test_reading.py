@@ -47,7 +47,14 @@ PUBLISHED: list[tuple[Values, str]] = [
         "compressed-tensors:Linear=F8_E4M3-8-1xall",
     ),
     (
-        groups("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128])
+        groups(
+            "float-quantized",
+            num_bits=8,
+            type="float",
+            strategy="block",
+            block_structure=[128, 128],
+            group_size=None,
+        )
         | {"transform_config": {}, "sparsity_config": {}, "version": "0.11.0"},
         "compressed-tensors:Linear=F8_E4M3-8-128x128",
     ),
@@ -60,6 +67,11 @@ PUBLISHED: list[tuple[Values, str]] = [
         groups(actorder="weight", observer="minmax", observer_kwargs={}, block_structure=None, dynamic=False),
         "compressed-tensors:Linear=I8-4-1x128-packed",
     ),
+    (
+        groups(num_bits=8, strategy=None, group_size=-1, actorder=False),
+        "compressed-tensors:Linear=I8-8-1xall-packed",
+    ),
+    (groups(actorder="static"), "compressed-tensors:Linear=I8-4-1x128-packed"),
     (groups(symmetric=False, strategy=None), "compressed-tensors:Linear=I8-4-1x128-packed-zeros"),
     (
         {
@@ -146,6 +158,8 @@ def test_plain_models_have_no_format() -> None:
         (AWQ | {"version": "gemv_fast"}, "version='gemv_fast'"),
         (AWQ | {"backend": "llm-awq"}, "backend='llm-awq': the packing of llm-awq"),
         (AWQ | {"bits": 8}, "AWQ of 8 bits is not supported, that of 4 is"),
+        (AWQ | {"w_bit": 8}, "bits=4 differs from w_bit=8, another name of the same option"),
+        (AWQ | {"q_group_size": 64}, "group_size=128 differs from q_group_size=64, another name of the same"),
         (AWQ | {"zero_point": False}, "AWQ without zero points"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': weights must be e4m3"),
         (FP8 | {"weight_block_size": [128]}, "must be a list of 2 positive integers"),
@@ -163,9 +177,29 @@ def test_plain_models_have_no_format() -> None:
         (groups(num_bits=2), "weights of 2 bits"),
         (groups("int-quantized"), "num_bits=4, format='int-quantized'"),
         (groups(strategy="tensor_group"), "strategy='tensor_group'"),
-        (groups(strategy="tensor"), "packed weights need scales for channels or groups"),
+        (groups(group_size=None), "group_size is missing: the strategy 'group' needs a pos"),
+        (groups(group_size=-1), "group_size is -1: the strategy 'group' needs a positive integer"),
+        (groups(group_size=0), "group_size=0 must be a positive integer, or -1"),
+        (groups(group_size=0, strategy=None), "group_size=0 must be a positive integer, or -1"),
+        (groups(strategy="channel"), "group_size=128: the strategy 'channel' does not use it"),
+        (groups(strategy="tensor", group_size=32), "group_size=32: the strategy 'tensor' does not use it"),
+        (groups(block_structure=[16, 16]), "block_structure=.16, 16.: the strategy 'group' does not use it"),
+        (
+            groups(strategy="channel", group_size=None, actorder="weight"),
+            "actorder='weight': the strategy 'channel' does not use it",
+        ),
+        (groups(actorder="random"), "actorder='random': the order of groups must be group or dynamic or"),
+        (groups(actorder=3), "actorder=3 must be a string, true or false"),
+        (
+            groups("int-quantized", num_bits=8, actorder="group"),
+            "actorder='group': act order is not supported in int-quantized, it is in pack-quantized",
+        ),
+        (groups(strategy="tensor", group_size=None), "packed weights need scales for channels or groups"),
         (groups("float-quantized", type="float", num_bits=8, symmetric=False), "zero points of floats"),
-        (groups("float-quantized", type="float", num_bits=8, strategy="block"), "block_structure is missing"),
+        (
+            groups("float-quantized", type="float", num_bits=8, strategy="block", group_size=None),
+            "block_structure is missing",
+        ),
         (groups(dynamic=True), "scales that are made at each step"),
         (groups(scale_fmt="x"), "scale_fmt='x': unknown option"),
         (groups() | {"quantization_status": "calibration"}, "quantization_status='calibration'"),
@@ -195,7 +229,15 @@ def test_side_files_must_agree(tmp_path: Path) -> None:
     side.write_text(json.dumps({"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}))
     with pytest.raises(UnsupportedModelError, match=r"AWQ \(awq-4-g32\), quant_config.json .* \(awq-4-g64\)"):
         read_format(source)
+    side.write_text(json.dumps({"quant_method": "hqq", "w_bit": 4}))
+    with pytest.raises(
+        UnsupportedModelError, match=r"^quant_config.json: checkpoints quantized by HQQ are not supported"
+    ):
+        read_format(source)
     side.unlink()
+    (source / "quantize_config.json").write_text(json.dumps(AWQ | {"group_size": 32}))
+    found = read_format(source)
+    assert found is not None and found.digest() == "awq-4-g32"
     (source / "quantize_config.json").write_text(json.dumps({"bits": 3, "group_size": 32}))
     with pytest.raises(UnsupportedModelError, match=r"^quantize_config.json: bits=3: GPTQ of 3 bits"):
         read_format(source)
@@ -286,6 +328,11 @@ def test_a_shape_beside_packed_weights_must_be_the_configs(tmp_path: Path) -> No
     [
         ("awq", "qzeros", r"1 tensor\(s\) are missing: 'model.layers.0.mlp.down_proj.qzeros'"),
         ("gptq_int4", "scales", "are missing: 'model.layers.0.mlp.down_proj.scales'"),
+        (
+            "pack_int8_order",
+            "weight_g_idx",
+            "'model.layers.0.mlp.down_proj.weight_packed' has no weight_g_idx",
+        ),
         ("gptq_int4_order", "g_idx", "'model.layers.0.mlp.down_proj.qweight' has no g_idx beside it"),
         ("fp8_blocks", "weight_scale_inv", "are missing: 'model.layers.0.mlp.down_proj.weight_scale_inv'"),
         ("int8_channel", "weight_scale", "are missing: 'model.layers.0.mlp.down_proj.weight_scale'"),
