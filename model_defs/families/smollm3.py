@@ -1,8 +1,8 @@
 """SmolLM3: a Llama whose layers at regular intervals do not rotate queries and keys (NoPE).
 
-Owns the family's config.json, weight map and presets. Where config.json asks for windows, it is the layers
-without rotation that have them. The chat template writes a system message with the current date, so the first
-turn of a day computes a conversation again.
+Owns the family's config.json, weight map and presets. With `use_sliding_window`, `layer_types` says which
+layers have the window; without that list, those that do not rotate have it. The chat template writes a system
+message with the current date, so the first turn of a day computes a conversation again.
 """
 
 import functools
