@@ -34,9 +34,9 @@ from pensieve_jax.cache.order.cost import (
     CostSubject,
     MeasuredCostModel,
 )
+from pensieve_jax.config import POLICIES
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.config import POLICIES
 from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner, needs_costs
 from pensieve_jax.device import start_costs
 from pensieve_jax.device.start_costs import StartSizes, TimedLength, cost_points, start_sizes

@@ -155,7 +155,7 @@ def test_mid_life_state_is_where_the_rule_would_have_it():
 def test_an_outline_refuses_windows():
     step = dataclasses.replace(PROFILE.step, windows=((1024, 1.0),))
     unsized = dataclasses.replace(small_config(), cache=CacheConfig())  # the windows are refused before it
-    with pytest.raises(ConfigError, match="a profile without windows.*with `Replica` instead"):
+    with pytest.raises(ConfigError, match=r"a profile without windows.*with `Replica` instead"):
         FluidReplica(unsized, dataclasses.replace(PROFILE, step=step))
 
 

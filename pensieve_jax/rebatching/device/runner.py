@@ -59,7 +59,7 @@ _LOWER = "kv_bytes, prefill_tokens or the longest of lengths"
 def _refuse_experts(config: ModelConfig) -> None:
     """Raise UnsupportedModelError for a model with experts.
 
-    Padding lies anywhere in a padded batch, and would choose experts. They skip only the tokens after the last.
+    Padding lies anywhere in a padded batch, and would choose experts: they skip only what follows all tokens.
     """
     experts = config.experts
     if experts is not None and any(kind.mlp == "moe" for kind in config.kinds):
