@@ -72,10 +72,8 @@ class HostPool:
                     chunk_bytes = num_layers * math.prod(rest) * np.dtype(storage.chunk_dtype).itemsize
                     per_array = chunks_per_array(chunk_bytes)
                     # The last piece may end with a shorter array, so that no more is pinned than was checked.
-                    for size, num_arrays in (
-                        (per_array, num_chunks // per_array),
-                        (num_chunks % per_array, 1),
-                    ):
+                    num_full, rest_size = divmod(num_chunks, per_array)
+                    for size, num_arrays in ((per_array, num_full), (rest_size, 1)):
                         if not size or not num_arrays:
                             continue
                         zeros = jax.device_put(
@@ -134,7 +132,7 @@ class HostPool:
 
 
 def chunks_per_array(chunk_bytes: int) -> int:
-    """Return how many chunks of a group share an array of `grow`; a power of two fills a whole piece exactly."""
+    """Return how many chunks of a group share an array of `grow`: a power of two, which fills a piece exactly."""
     most = min(_ARRAY_BYTES // chunk_bytes, _CHUNKS_PER_PIECE)
     return 1 << max(most, 1).bit_length() - 1
 

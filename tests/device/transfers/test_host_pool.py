@@ -25,7 +25,7 @@ def test_groups():
 
 
 def test_groups_begin_at_whole_periods_of_the_kinds():
-    """So equal patterns share one program. With a rest no two groups would be alike, so they are equally long."""
+    """So equal patterns share one program. With a rest no two groups are alike, so they are equally long."""
     pattern = (LayerKind(window=8),) * 5 + PLAIN
     assert layer_groups(pattern * 8, 2) == (range(0, 24), range(24, 48))
     assert layer_groups((pattern * 5)[:26], 2) == (range(0, 13), range(13, 26))
