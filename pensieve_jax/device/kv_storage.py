@@ -182,9 +182,9 @@ def num_layer_groups_on(num_devices: int, given: int | None) -> int:
 def layer_groups(kinds: Sequence[LayerKind], num_groups: int) -> tuple[range, ...]:
     """Return `num_groups` runs of consecutive layers, or one per layer if there are fewer layers.
 
-    Sizes are as equal as possible. No group is smaller than the first, whose copy nothing hides. If the layers
-    are whole periods of the kinds' pattern, at least one for each group, groups are whole periods, too. Then
-    groups of equal size share a program.
+    Sizes are as equal as possible. No group is smaller than the first, whose copy nothing hides. If the
+    layers are whole periods of the kinds' pattern, at least one for each group, groups are whole periods, too.
+    Then groups of equal size share a program.
     """
     num_layers = len(kinds)
     num_groups = min(num_groups, num_layers)

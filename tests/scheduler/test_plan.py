@@ -36,7 +36,8 @@ def test_a_plan_has_a_tile_list_for_each_window():
     both = dataclasses.replace(LAYOUT, tiles_lens=(11, 70))
     plan = StepPlan(both, 0, 99)
     assert [len(tiles) for tiles in plan.tiles] == [11, 70]
-    assert [len(tiles) for tiles in (one := StepPlan(LAYOUT, 0, 99)).tiles] == [11]
+    one = StepPlan(LAYOUT, 0, 99)
+    assert [len(tiles) for tiles in one.tiles] == [11]
     assert not hasattr(one, "tiles_1"), "an empty view in every step takes time"
     plan.tiles[0][:], plan.tiles[1][:] = 1, 2
     assert plan.tiles_0.sum() == 11 and plan.tiles_1.sum() == 140 and plan.buffer[plan.buffer != 0].size

@@ -132,7 +132,7 @@ class HostPool:
 
 
 def chunks_per_array(chunk_bytes: int) -> int:
-    """Return how many chunks of a group share an array of `grow`: a power of two, which fills a piece exactly."""
+    """Return how many chunks of a group share an array of `grow`, a power of two."""
     most = min(_ARRAY_BYTES // chunk_bytes, _CHUNKS_PER_PIECE)
     return 1 << max(most, 1).bit_length() - 1
 
