@@ -182,8 +182,8 @@ def num_layer_groups_on(num_devices: int, given: int | None) -> int:
 def layer_groups(kinds: Sequence[LayerKind], num_groups: int) -> tuple[range, ...]:
     """Return `num_groups` runs of consecutive layers, or one per layer if there are fewer layers.
 
-    Sizes are as equal as possible. No group is smaller than the first, whose copy nothing hides. If the
-    layers are whole periods of the kinds' pattern, at least one for each group, groups are whole periods, too.
+    Sizes are as equal as possible, and none is less than the first group's, whose copy nothing hides. If the
+    layers are whole periods of the kinds' pattern, with one for each group, groups are whole periods, too.
     Then groups of equal size share a program.
     """
     num_layers = len(kinds)
