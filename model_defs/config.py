@@ -30,6 +30,9 @@ _SAVED_KEYS = {
 MAX_WINDOWS = 2
 """The most distinct windows of a model's layers, no window included: a step has work lists for each."""
 
+MAX_LAYERS = 10_000
+"""The most layers of a model, so that a wrong number is refused before lists of that length are made."""
+
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 MLP_KINDS = ("dense", "moe")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "geglu_tanh")
@@ -56,6 +59,12 @@ def _check_positive(name: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value <= sys.float_info.max):
         raise UnsupportedModelError(f"{name}={value!r} must be a finite number above 0, or null")
+
+
+def check_num_layers(name: str, value: Any) -> None:
+    """Raise UnsupportedModelError for a number of layers above `MAX_LAYERS`."""
+    if type(value) is int and value > MAX_LAYERS:
+        raise UnsupportedModelError(f"{name}={value!r:.40} must be at most {MAX_LAYERS}")
 
 
 def _positive_numbers(name: str, values: Any) -> tuple[float, ...]:
@@ -260,6 +269,7 @@ class ModelConfig:
             if field.type is int and (type(value) is not int or value < least):
                 limit = "a positive integer" if least else "an integer of at least 0"
                 raise UnsupportedModelError(f"{field.name}={value!r} must be {limit}")
+        check_num_layers("num_layers", self.num_layers)
         if self.bos_token_id is not None and type(self.bos_token_id) is not int:
             raise UnsupportedModelError(f"bos_token_id={self.bos_token_id!r} must be an integer or null")
         if not all(type(i) is int and 0 <= i < self.vocab_size for i in self.eos_token_ids):
@@ -286,7 +296,7 @@ class ModelConfig:
             )
 
     def _check_layer_kinds(self) -> None:
-        """Raise UnsupportedModelError unless the kinds fit the model; write all plain kinds as none."""
+        """Raise UnsupportedModelError unless the kinds fit the model; drop them if all are plain."""
         kinds = self.layer_kinds
         if not self.ropes:
             raise UnsupportedModelError("ropes=() must have at least one entry")
@@ -301,12 +311,12 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"layer_kinds: rope={highest} must be below {len(self.ropes)}, the number of ropes"
             )
-        if len(windows := _distinct_windows(kinds)) > MAX_WINDOWS:
+        if len(self.windows) > MAX_WINDOWS:
             raise UnsupportedModelError(
-                f"layer_kinds: windows {list(windows)} must be at most {MAX_WINDOWS} different ones, None "
-                f"(no window) included"
+                f"layer_kinds: windows {list(self.windows)} of a context of {self.max_position_embeddings} "
+                f"must be at most {MAX_WINDOWS} different ones, None (no window) included"
             )
-        if set(kinds) == {LayerKind()}:  # said in one way, so that equal models have equal configs
+        if set(kinds) == {LayerKind()}:  # one spelling of it, so that equal models have equal configs
             object.__setattr__(self, "layer_kinds", ())
 
     def with_context(self, max_position_embeddings: int | None = None) -> "ModelConfig":
@@ -369,6 +379,7 @@ class ModelConfig:
             ropes = fields.pop("ropes") if "ropes" in fields else [fields.pop("rope", {})]
             kinds = [LayerKind(**kind) for kind in fields.pop("layer_kinds", ())]
             if (window := fields.pop("sliding_window", None)) is not None:
+                check_num_layers("num_layers", fields.get("num_layers"))
                 kinds = [LayerKind(window=window)] * fields.get("num_layers", 0)
             fields["eos_token_ids"] = tuple(fields.get("eos_token_ids", ()))
             ropes = tuple(RopeConfig(**rope) for rope in ropes)

@@ -3,7 +3,7 @@
 Owns `model_fingerprint`, a short string that a history store records to reject conversations of another
 model. It depends on the arithmetic of the config, on the source of the weights and on the format in 8 bits
 that they are kept in. It does not depend on dtype, mesh or directory, nor on the context length unless that
-chooses longrope's factors. A converted checkpoint keeps the fingerprint of its source.
+chooses longrope's factors or is within a window. A converted checkpoint keeps the fingerprint of its source.
 """
 
 import dataclasses
@@ -88,6 +88,9 @@ def _arithmetic(config: ModelConfig) -> dict[str, Any]:
     served = [rope.in_context(config.max_position_embeddings) for rope in config.ropes]
     first, *others = map(_hashed, served)
     values.pop("ropes", None)
+    values.pop("layer_kinds", None)
+    if set(config.kinds) != {LayerKind()}:  # windows that cover the context hide nothing
+        values["layer_kinds"] = _hashed(config.kinds)
     return values | {"rope": first} | ({"other_ropes": others} if others else {})
 
 

@@ -7,7 +7,7 @@ UnsupportedModelError, which names it and its value.
 import sys
 from typing import Any
 
-from model_defs.config import DTYPES, ModelConfig
+from model_defs.config import DTYPES, ModelConfig, check_num_layers
 from model_defs.errors import UnsupportedModelError
 
 
@@ -60,6 +60,8 @@ def integer(values: dict[str, Any], name: str, default: int | None = None, *, le
     if type(found) is not int or found < least:
         limit = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise UnsupportedModelError(f"config.json: {name}={found!r} must be {limit}")
+    if name == "num_hidden_layers":  # families list the kinds of all layers at once
+        check_num_layers(f"config.json: {name}", found)
     return found
 
 

@@ -432,7 +432,8 @@ class RunnerConfig:
     expert_matmul: str = option(
         "auto",
         one_of(EXPERT_MATMULS),
-        "Products of a mixture of experts: auto (the fastest supported) or xla.",
+        "Products of a mixture of experts: auto (the fastest supported) or xla. Other models have none: "
+        "it changes nothing there.",
     )
     num_layer_groups: int | None = option(
         None,

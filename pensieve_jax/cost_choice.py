@@ -99,7 +99,8 @@ def costs_before_loading(
         return CostChoice(estimated, "analytic", None, "no profile is shipped, and CPUs are not measured")
     if not needs_costs(config):
         policy = config.cache.policy if config.stateful else "a stateless engine"
-        return CostChoice(estimated, "analytic", None, f"not measured: {policy} uses no costs")
+        reason = f"not measured: neither {policy} nor prompts by arrival use costs"
+        return CostChoice(estimated, "analytic", None, reason)
     return None
 
 

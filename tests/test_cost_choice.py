@@ -34,9 +34,10 @@ from pensieve_jax.cache.order.cost import (
     CostSubject,
     MeasuredCostModel,
 )
+from pensieve_jax.config import POLICIES
 from pensieve_jax.core.clock import VirtualClock
 from pensieve_jax.core.errors import StepFailedError
-from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner
+from pensieve_jax.cost_choice import costs_before_loading, costs_of_runner, needs_costs
 from pensieve_jax.device import start_costs
 from pensieve_jax.device.start_costs import StartSizes, TimedLength, cost_points, start_sizes
 from pensieve_jax.device.step_programs import bucket_layouts, bucket_tile_specs
@@ -155,6 +156,26 @@ BY_ARRIVAL = SchedulerConfig(prompt_order="arrival")
 def test_costs_are_measured_if_a_policy_or_an_order_uses_them(config, kind):
     costs = before_loading(config, dataclasses.replace(shipped_subject(), kv_dtype="int8"))
     assert (costs and costs.kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        (EngineConfig(cache=CacheConfig(policy="lru"), scheduler=BY_ARRIVAL), "lru"),
+        (EngineConfig(stateful=False, scheduler=BY_ARRIVAL), "a stateless engine"),
+    ],
+)
+def test_the_reason_names_the_policy_and_the_order(config, policy):
+    costs = before_loading(config, dataclasses.replace(shipped_subject(), kv_dtype="int8"))
+    assert costs.reason == f"not measured: neither {policy} nor prompts by arrival use costs"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stateful", [True, False])
+def test_every_engine_with_the_default_order_uses_costs(policy, stateful):
+    config = EngineConfig(cache=CacheConfig(policy=policy), stateful=stateful)
+    assert needs_costs(config) and needs_costs(EngineConfig())
+    assert not needs_costs(EngineConfig(stateful=False, scheduler=BY_ARRIVAL))
 
 
 def test_named_costs_go_before_a_shipped_profile(tmp_path):

@@ -54,6 +54,37 @@ def test_operations(name):
     assert [one.flop for one in halves] == [one.flop // 2 for one in found.values()]
 
 
+@pytest.mark.parametrize("window", [1, 4, 7, 12, 20, 40])
+@pytest.mark.parametrize(("begin", "end"), [(0, 20), (9, 10), (10, 20), (19, 20)])
+def test_attention_within_windows(begin, end, window):
+    """Half of the layers see and read at most their window; keys of each query are counted one by one."""
+    kinds = (LayerKind(window=window), LayerKind()) * 2
+    model = dataclasses.replace(preset("llama-tiny"), num_layers=4, layer_kinds=kinds)
+    seen = [[set(range(max(i + 1 - of, 0), i + 1)) for i in range(begin, end)] for of in (window, end)]
+    sizes = {"num_samples": 0, "bytes_per_number": 2, "kv_token_bytes": 4 * 10, "num_devices": 1}
+    rows = [row_steps.StepRow(0, begin, end)]
+    found = {one.name: one for one in step_bounds.operations(model, rows, **sizes)}["attention"]
+    width = model.num_heads * model.head_dim
+    assert found.flop == 2 * 4 * width * sum(len(keys) for layer in seen for keys in layer)
+    num_read = sum(len(set().union(*layer)) for layer in seen)
+    assert found.num_bytes == 2 * 10 * num_read + 4 * 2 * (end - begin) * width * 2
+
+
+def test_operations_of_experts_in_8_bits():
+    """Weights take half, activations and the router what they did."""
+    model, rows = preset("qwen3-30b-a3b"), [row_steps.StepRow(0, 0, 32)]
+    sizes = {"num_samples": 0, "bytes_per_number": 2, "kv_token_bytes": 0, "num_devices": 1}
+    wide, narrow = (
+        {one.name: one for one in step_bounds.operations(model, rows, **sizes, bytes_per_weight=size)}
+        for size in (None, 1)
+    )
+    assert wide["router"] == narrow["router"]
+    for name, numbers in (("experts in", 2048 + 2 * 768), ("experts out", 768 + 2048)):
+        activations = 48 * 2 * 32 * 8 * numbers
+        assert wide[name].num_bytes - activations == 2 * (narrow[name].num_bytes - activations)
+        assert wide[name].flop == narrow[name].flop
+
+
 def test_operations_of_experts():
     """A step reads the experts that it chooses: about 112 of 128 for 32 tokens, all of them for many."""
     model = preset("qwen3-30b-a3b")

@@ -96,6 +96,10 @@ def _layer_kinds(values: dict[str, Any]) -> tuple[LayerKind, ...]:
     dense = values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise UnsupportedModelError(f"config.json: mlp_only_layers={dense!r} must be a list of layers")
+    if not all(0 <= layer < num_layers for layer in dense):
+        raise UnsupportedModelError(
+            f"config.json: mlp_only_layers={dense!r:.80} must be a list of layers from 0 to {num_layers - 1}"
+        )
     has_experts = [(layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)]
     if not any(has_experts):
         raise UnsupportedModelError(

@@ -83,7 +83,7 @@ def triton_attention(
     flat_kv = kv_pages.reshape(-1, head_dim)
     state = list(result_shapes(spec, flat_q))
     inputs = [tiles, page_indices.reshape(-1), flat_q, flat_kv, *([] if sinks is None else [sinks])]
-    bound = None if softcap is None else softcap / sm_scale
+    unscaled_softcap = None if softcap is None else softcap / sm_scale
     if buffers:
         buffers = [buffers[0].reshape(flat_q.shape), *buffers[1:]]
     for index, tile_class in enumerate(spec.blocks.classes):
@@ -91,7 +91,8 @@ def triton_attention(
             continue
         kernel = functools.partial(
             _attention_kernel, spec=spec, index=index, pages_per_seq=page_indices.shape[1],
-            scale=sm_scale * _LOG2_E, bound=bound, has_sinks=sinks is not None, interpret=interpret,
+            scale=sm_scale * _LOG2_E, unscaled_softcap=unscaled_softcap,
+            has_sinks=sinks is not None, interpret=interpret,
         )  # fmt: skip
         # A class writes only its own rows; later classes continue in the buffers of the first.
         buffers = pl.pallas_call(
@@ -142,14 +143,14 @@ def _attention_kernel(
     index: int,
     pages_per_seq: int,
     scale: float,
-    bound: float | None,
+    unscaled_softcap: float | None,
     has_sinks: bool,
     interpret: bool,
 ) -> None:
     """Compute one tile for one KV head.
 
-    `other_refs` are the sinks if there are any, the aliased inputs (unused) and the outputs. `bound` is that
-    of the magnitude of scores before they are scaled; None means no bound.
+    `other_refs` are the sinks if there are any, the aliased inputs (unused) and the outputs.
+    `unscaled_softcap` is the softcap of scores before they are scaled; None means none.
     """
     out_ref, partial_out_ref, partial_lse_ref = other_refs[-3:]
     tile_class = spec.blocks.classes[index]
@@ -193,8 +194,8 @@ def _attention_kernel(
             scores = dot(q, block.load(0, q.dtype), contract_b=1)
             if spec.kv_dtype is not None:
                 scores = scores * block.scales(0)[None, :]
-            if bound is not None:
-                scores = bound * jnp.tanh(scores / bound)
+            if unscaled_softcap is not None:
+                scores = unscaled_softcap * jnp.tanh(scores / unscaled_softcap)
             if masked:
                 visible = (keys[None, :] <= (position + q_tokens)[:, None]) & (keys < kv_end)[None, :]
                 if window is not None:
@@ -217,25 +218,27 @@ def _attention_kernel(
             jnp.zeros((num_rows, head_dim), jnp.float32),
             load_pages(kv_begin),
         )
-        num_head: Any = 0  # blocks with keys that are before some query's window
-        num_whole: Any = 0
+        num_window_blocks: Any = 0  # blocks with keys that are before some query's window
+        num_seen_blocks: Any = 0
         if tile_class.whole_loop:
-            num_whole = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
+            num_seen_blocks = jnp.maximum(jnp.minimum(position + 1, kv_end) - kv_begin, 0) // block_kv
             if window is not None:
                 num_hidden = jnp.maximum(position + num_tokens - window - kv_begin, 0)
-                num_head = jnp.minimum(pl.cdiv(num_hidden, block_kv), num_blocks)
-                num_whole = jnp.maximum(num_whole, num_head)
-                carry = jax.lax.fori_loop(0, num_head, functools.partial(step, masked=True), carry)
-            carry = jax.lax.fori_loop(num_head, num_whole, functools.partial(step, masked=False), carry)
+                num_window_blocks = jnp.minimum(pl.cdiv(num_hidden, block_kv), num_blocks)
+                num_seen_blocks = jnp.maximum(num_seen_blocks, num_window_blocks)
+                carry = jax.lax.fori_loop(0, num_window_blocks, functools.partial(step, masked=True), carry)
+            carry = jax.lax.fori_loop(
+                num_window_blocks, num_seen_blocks, functools.partial(step, masked=False), carry
+            )
         m, total, acc, _ = jax.lax.fori_loop(
-            num_whole, num_blocks, functools.partial(step, masked=True), carry
+            num_seen_blocks, num_blocks, functools.partial(step, masked=True), carry
         )
         total = jnp.where(total == 0, 1, total)  # a row that sees no key here has a result of zero
-        whole = total
+        total_with_sink = total
         if has_sinks:  # a part of a split range has none: the merge adds it
             sinks = plgpu.load(other_refs[0].at[head * group + jax.lax.rem(rows, group)])
-            whole = total + jnp.where(slot < 0, exp2(sinks * _LOG2_E - m * scale), 0)
-        acc = acc / whole[:, None]
+            total_with_sink = total + jnp.where(slot < 0, exp2(sinks * _LOG2_E - m * scale), 0)
+        acc = acc / total_with_sink[:, None]
 
         @pl.when(slot < 0)
         def store_result() -> None:

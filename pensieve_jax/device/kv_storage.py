@@ -182,13 +182,14 @@ def num_layer_groups_on(num_devices: int, given: int | None) -> int:
 def layer_groups(kinds: Sequence[LayerKind], num_groups: int) -> tuple[range, ...]:
     """Return `num_groups` runs of consecutive layers, or one per layer if there are fewer layers.
 
-    Sizes are as equal as possible and never decrease: nothing hides the copy of the first group. Groups begin
-    at whole periods of the kinds' pattern if there are enough of them, so that most groups share a program.
+    Sizes are as equal as possible, and none is less than the first group's, whose copy nothing hides. If the
+    layers are whole periods of the kinds' pattern, with one for each group, groups are whole periods, too.
+    Then groups of equal size share a program.
     """
     num_layers = len(kinds)
     num_groups = min(num_groups, num_layers)
     period = _period(kinds)
-    if num_layers // period < num_groups:
+    if num_layers % period or num_layers // period < num_groups:
         period = 1
     starts = [num_layers // period * i // num_groups * period for i in range(num_groups)]
     return tuple(range(start, stop) for start, stop in itertools.pairwise([*starts, num_layers]))

@@ -354,10 +354,11 @@ def step_bytes(
     The start compares what XLA reports with the memory that is left. See `sized` for the arguments.
     """
     num_tokens = config.scheduler.max_num_batched_tokens
-    # The residual stream in float32, with a copy; the two products of the feed-forward part in 16 bits.
-    mlp_bytes = num_tokens * 4 * -(-model.intermediate_size // num_devices)
+    # The residual stream in float32, with a copy; the two products of the feed-forward part in the dtype.
+    mlp_bytes = num_tokens * 2 * -(-model.intermediate_size // num_devices) * jnp.dtype(dtype).itemsize
     if model.experts is not None:
-        mlp_bytes = max(mlp_bytes, _expert_bytes(model.experts, model.hidden_size, num_tokens, num_devices))
+        expert_bytes = _expert_bytes(model.experts, model.hidden_size, num_tokens, num_devices, dtype)
+        mlp_bytes = max(mlp_bytes, expert_bytes)
     config = config.with_num_running(max(_most_running(config), 1))
     num_rows = min(config.scheduler.sample_limit, num_tokens)
     stream_bytes = num_tokens * 8 * model.hidden_size
@@ -365,11 +366,14 @@ def step_bytes(
     return num_bytes + _scratch_bytes(config, model, dtype, num_devices, attention)
 
 
-def _expert_bytes(experts: ExpertsConfig, hidden_size: int, num_tokens: int, num_devices: int) -> int:
-    """Return the bytes of the rows of all chosen experts: inputs, results and what is between, in 16 bits."""
+def _expert_bytes(
+    experts: ExpertsConfig, hidden_size: int, num_tokens: int, num_devices: int, dtype: jnp.dtype
+) -> int:
+    """Return the bytes of the rows of all chosen experts: inputs, results and what is between."""
     rows = block_rows(num_tokens * experts.num_chosen, experts.num_experts)
     spec = GroupSpec(num_tokens, experts.num_chosen, experts.num_experts, rows)
-    return 2 * spec.num_rows * (2 * hidden_size + -(-experts.width // num_devices))
+    num_elements = spec.num_rows * (2 * hidden_size + -(-experts.width // num_devices))
+    return num_elements * jnp.dtype(dtype).itemsize
 
 
 def _scratch_bytes(

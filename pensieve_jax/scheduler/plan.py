@@ -134,7 +134,7 @@ class PlanLayout:
             **{f"N{i}": size for i, size in enumerate(self.tiles_lens)},
         }
 
-    @property
+    @cached_property
     def tile_fields(self) -> tuple[str, ...]:
         """Names of the fields of tile lists, in the order of `tiles_lens`."""
         return tuple(f"tiles_{i}" for i in range(len(self.tiles_lens)))
@@ -157,7 +157,11 @@ class PlanLayout:
 
     @cached_property
     def views(self) -> tuple[_View, ...]:
-        """Parameters of a plan's views, cached because a plan is made in every step."""
+        """Parameters of a plan's views, cached because a plan is made in every step.
+
+        Tile lists that the model has no window for have none, since each view takes time.
+        """
+        unused = {f"tiles_{i}" for i in range(len(self.tiles_lens), MAX_TILE_LISTS)}
         return tuple(
             _View(
                 name,
@@ -166,6 +170,7 @@ class PlanLayout:
                 None if len(field.shape) == 1 else field.shape,
             )
             for name, field in self.fields.items()
+            if name not in unused
         )
 
     @cached_property

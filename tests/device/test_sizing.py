@@ -84,6 +84,17 @@ def test_rows_of_experts_are_temporaries_of_a_step():
     assert 8 * num_tokens < num_rows < 8 * num_tokens + 128 * 8 + 128
 
 
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "llama2-13b"])
+def test_products_of_a_step_have_the_size_of_the_dtype(name):
+    model, num_tokens = preset(name), of().scheduler.max_num_batched_tokens
+    wide, narrow = (step_bytes(of(), model, jnp.dtype(dtype), 1) for dtype in ("float32", "bfloat16"))
+    if model.experts is None:
+        assert wide - narrow == 4 * num_tokens * model.intermediate_size
+    else:
+        num_rows = (wide - narrow) / (2 * (2 * model.hidden_size + model.experts.width))
+        assert 8 * num_tokens < num_rows < 8 * num_tokens + 128 * 8 + 128
+
+
 def test_an_h200_keeps_most_of_its_free_memory():
     model, machine = preset("llama2-13b-gqa10"), h200s("llama2-13b-gqa10")
     config = sized(of(), machine, model, BFLOAT16)

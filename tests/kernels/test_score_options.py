@@ -124,23 +124,28 @@ def test_xla_with_all_options(form: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_equals_reference(attend(hide_keys(batch, 40), SINKS), batch, SCALE, sinks=SINKS, **options)
 
 
+FORM = "the function that computes a form"
 FIRST = "positions - (window - 1)"
 BUGS: dict[str, tuple[str, str, str]] = {
     "a key too many": ("_first_keys", FIRST, "positions - window"),
     "a key too few": ("_first_keys", FIRST, "positions - (window - 2)"),
     "softcap after the mask": (
-        "together", "scores = jnp.where(visible, scores, _MASKED)",
+        FORM, "scores = jnp.where(visible, scores, _MASKED)",
         "scores = _capped(jnp.where(visible, scores, _MASKED), softcap)",
     ),
-    "no sinks": ("together", "total + jnp.exp(sinks.reshape(num_kv_heads, group, 1) - m)", "total"),
+    "no sinks": (FORM, "total = total + jnp.exp(", "total + jnp.exp("),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_show(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(np.random.default_rng(0), ROWS, HEADS, room=ROOM)
-    plant(monkeypatch, xla, *BUGS[name])
-    out = compiled_form.__wrapped__("together", 40, 0.6)(batch, SINKS)
+    function, old, new = BUGS[name]
+    if function == FORM:
+        function = {"one_after_another": "_attend_alone", "together": "together"}[form]
+    plant(monkeypatch, xla, function, old, new)
+    out = compiled_form.__wrapped__(form, 40, 0.6)(batch, SINKS)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_equals_reference(out, batch, SCALE, window=40, softcap=0.6, sinks=SINKS)
 

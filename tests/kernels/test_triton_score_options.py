@@ -153,16 +153,16 @@ BUGS: dict[str, tuple[Any, str, str, str]] = {
         tile_lists, "_class_lists", "position - (spec.window - 1)", "position + num_tokens - spec.window"
     ),
     "no masks where windows begin": (
-        pallas_triton, "_attention_kernel", "(0, num_head, functools.partial(step, masked=True)",
-        "(0, num_head, functools.partial(step, masked=False)",
+        pallas_triton, "_attention_kernel", "(0, num_window_blocks, functools.partial(step, masked=True)",
+        "(0, num_window_blocks, functools.partial(step, masked=False)",
     ),
     "a loop is left out": (
-        pallas_triton, "_attention_kernel", "(0, num_head, functools.partial(step, masked=True)",
+        pallas_triton, "_attention_kernel", "(0, num_window_blocks, functools.partial(step, masked=True)",
         "(0, 0, functools.partial(step, masked=True)",
     ),
     "softcap after the mask": (
         pallas_triton, "_attention_kernel", "scores = jnp.where(visible, scores, _MASKED)",
-        "scores = bound * jnp.tanh(jnp.where(visible, scores, _MASKED) / bound)",
+        "scores = unscaled_softcap * jnp.tanh(jnp.where(visible, scores, _MASKED) / unscaled_softcap)",
     ),
     "a sink in every part": (
         pallas_triton, "_attention_kernel", "jnp.where(slot < 0, exp2(sinks * _LOG2_E - m * scale), 0)",

@@ -171,6 +171,8 @@ def test_options() -> None:
         (QWEN3_MOE | {"num_experts_per_tok": 129}, "experts.num_chosen=129 must be at most num_experts=128"),
         (QWEN3_MOE | {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
         (QWEN3_MOE | {"mlp_only_layers": "all"}, "mlp_only_layers='all' must be a list of layers"),
+        (QWEN3_MOE | {"mlp_only_layers": [0, 48]}, r"mlp_only_layers=\[0, 48\] .* layers from 0 to 47"),
+        (QWEN3_MOE | {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\] .* layers from 0 to 47"),
         (
             QWEN3_MOE | {"decoder_sparse_step": 49},
             "decoder_sparse_step=49 and .* leave no layer with experts",

@@ -131,6 +131,14 @@ def test_a_window_that_covers_the_context_changes_no_bit() -> None:
     assert dataclasses.replace(plain, layer_kinds=(LayerKind(window=89),) * 2).windows == (89,)
 
 
+def test_windows_that_cover_the_context_count_as_none() -> None:
+    kinds = tuple(LayerKind(window=window) for window in (None, 4, 90, 100))
+    config = preset("qwen3-tiny", num_layers=4, max_position_embeddings=90, layer_kinds=kinds)
+    assert config.windows == (None, 4)
+    with pytest.raises(UnsupportedModelError, match=r"windows \[None, 4, 90\] of a context of 95 must be"):
+        config.with_context(95)
+
+
 def run_layers(model: Model, x: jax.Array, positions: jax.Array, start: int, stop: int) -> np.ndarray:
     return np.asarray(model.run_layers(x, positions, DenseAttention(), start, stop))
 
@@ -165,7 +173,15 @@ def test_each_layer_rotates_by_its_own_rope() -> None:
         ({"layer_kinds": (LayerKind(rope=1), LayerKind())}, "rope=1 must be below 1, the number of ropes"),
         (
             {"num_layers": 3, "layer_kinds": (LayerKind(window=4), LayerKind(), LayerKind(window=9))},
-            r"windows \[None, 4, 9\] must be at most 2 different ones",
+            r"windows \[None, 4, 9\] of a context of \d+ must be at most 2 different ones",
+        ),
+        (
+            {
+                "num_layers": 3,
+                "max_position_embeddings": 10,
+                "layer_kinds": (LayerKind(window=4), LayerKind(window=8), LayerKind(window=10)),
+            },
+            r"windows \[None, 4, 8\] of a context of 10 must be at most 2 different ones",
         ),
         ({"ropes": ()}, "ropes=.* must have at least one entry"),
         ({"attention_softcap": -1.0}, "attention_softcap=-1.0 must be a finite number above 0, or null"),

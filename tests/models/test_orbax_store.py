@@ -11,6 +11,7 @@ import pytest
 
 from model_defs import (
     CheckpointError,
+    ModelConfig,
     UnsupportedModelError,
     load_config,
     load_model,
@@ -197,6 +198,7 @@ def test_disagreement_names_the_parameter(
         ("norm_eps", float("nan"), "norm_eps=nan must be a finite number"),
         pytest.param("norm_eps", 10**400, "norm_eps=10+ must be a finite number", id="no float holds it"),
         ("num_layers", True, "num_layers=True must be a positive integer"),
+        ("num_layers", 10**11, "num_layers=100000000000 must be at most 10000"),
         ("tie_word_embeddings", "no", "tie_word_embeddings='no' must be true or false"),
         ("bos_token_id", "x", "bos_token_id='x' must be an integer or null"),
         ("sliding_window", "x", "window='x' must be a positive integer, or null"),
@@ -222,6 +224,14 @@ def test_a_value_of_another_kind_is_named_before_anything_is_read(
     """After editing the file, a user must get an error that names the value, not a kernel's or none."""
     with pytest.raises(UnsupportedModelError, match=message):
         load_config(damage(saved, tmp_path / "copy", **{field: value}))
+
+
+def test_a_window_of_too_many_layers_is_refused() -> None:
+    """The older form has no entry for each layer, and is not expanded first."""
+    values = preset("qwen3-tiny").to_json() | {"num_layers": 10**11, "sliding_window": 8}
+    values.pop("layer_kinds")
+    with pytest.raises(UnsupportedModelError, match="num_layers=100000000000 must be at most 10000"):
+        ModelConfig.from_json(values)
 
 
 def test_missing_or_damaged_data(saved: Path, tmp_path: Path) -> None:

@@ -27,8 +27,10 @@ from model_defs import (
     preset,
     random_model,
 )
+from model_defs.hf_config import hf_config, parse_hf_config
 from model_defs.parameters import named_parameters
 from model_defs.random_weights import uniform
+from model_defs.registry import FAMILIES
 from tests.models.helpers import PAGE_SIZE, abstract_batch, dense_logits, make_tile_specs
 
 BILLIONS = {
@@ -268,3 +270,17 @@ def test_random_weights_are_finite() -> None:
     """Of this many draws, a few come within 2**-24 of an end."""
     model = random_model(preset("opt-125m", num_layers=1), dtype="float32", mesh=make_mesh(1))
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_too_many_layers_are_refused_by_name(family: str) -> None:
+    """Several families list the kinds of all layers before anything else is read."""
+    name = next(iter(FAMILIES[family].presets))
+    values = hf_config(preset(name)) | {"sliding_window": 8}
+    if family in ("qwen2", "qwen3", "smollm3"):
+        values["use_sliding_window"] = True
+    for option in ("layer_types", "no_rope_layers", "num_hidden_layers", "n_layer"):
+        values.pop(option, None)
+    values["n_layer" if family == "gpt2" else "num_hidden_layers"] = 10**5
+    with pytest.raises(UnsupportedModelError, match="num_hidden_layers=100000 must be at most 10000"):
+        parse_hf_config(values)

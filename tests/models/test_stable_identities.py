@@ -90,8 +90,21 @@ def test_what_layers_do_enters_the_fingerprint() -> None:
     assert len(set(found)) == len(found)
     plain = preset(name, layer_kinds=(LayerKind(),) * 2)
     assert plain == preset(name) and model_fingerprint(plain, f"random:{name}") == found[0]
-    shorter = preset(name, layer_kinds=windowed, max_position_embeddings=16)
+    shorter = preset(name, layer_kinds=windowed, max_position_embeddings=33)
     assert model_fingerprint(shorter, f"random:{name}") == found[1], "the served context does not count"
+
+
+def test_a_window_that_covers_the_context_does_not_enter_the_fingerprint() -> None:
+    """Histories of such contexts are older than windows."""
+    name = "qwen3-tiny"
+    for kinds in ((LayerKind(window=32),) * 2, (LayerKind(window=40), LayerKind())):
+        covered = preset(name, layer_kinds=kinds, max_position_embeddings=32)
+        assert model_fingerprint(covered, f"random:{name}") == model_fingerprint(
+            preset(name), f"random:{name}"
+        )
+    some = preset(name, layer_kinds=(LayerKind(window=16), LayerKind(window=32)), max_position_embeddings=32)
+    longer = preset(name, layer_kinds=(LayerKind(window=16), LayerKind()))
+    assert model_fingerprint(some, f"random:{name}") == model_fingerprint(longer, f"random:{name}")
 
 
 @pytest.mark.parametrize("variant", DIRECTORY_FINGERPRINTS)

@@ -305,6 +305,9 @@ def test_an_unsupported_model_is_refused():
     with pytest.raises(ConfigError, match="attention_backend"):
         backend = RebatchingConfig(attention_backend="pallas_mosaic_gpu")
         PaddedLLM("random:llama-tiny", config=backend, progress=False)
+    model = abstract_model(preset("qwen3_moe-tiny"), dtype="auto", mesh=make_mesh(1))
+    with pytest.raises(UnsupportedModelError, match=r"experts \(8, 3 chosen\) .* padded batches; use LLM"):
+        DeviceRunner(model, CONFIG, make_mesh(1), np.dtype(np.float32))
     windowed = preset("llama-tiny", layer_kinds=(LayerKind(), LayerKind(window=16)))
     model = abstract_model(windowed, dtype="auto", mesh=make_mesh(1))
     with pytest.raises(UnsupportedModelError, match=r"window=16 is not .* padded batches; set .* at most 16"):

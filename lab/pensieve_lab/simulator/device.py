@@ -62,7 +62,7 @@ class SimulatedDevice:
         step_time = self._step_time
         attention_s = step_time.attention_s(load, bucket)
         rested_s = step_time.dense_and_rest_s(bucket, load.num_tokens, 0.0) + attention_s
-        heat = self._heat.step(rested_s, is_heating=step_time.is_heating(bucket))
+        heat = self._heat.step(rested_s, is_heating=step_time.is_heating(bucket, load.num_tokens))
         seconds = step_time.dense_and_rest_s(bucket, load.num_tokens, heat) + attention_s
         self.busy_s += seconds
         self.num_padded_tokens += bucket - load.num_tokens

@@ -95,6 +95,9 @@ class FluidReplica:
 
         Raises ConfigError for a profile of layers with windows: lengths of rows are not known here.
         """
+        if any(window is not None for window, _ in profile.step.windows):
+            limit = "a profile without windows, since fluid replicas know only the sum of all lengths"
+            raise ConfigError("device_profile", profile.model, limit, "simulate it with `Replica` instead")
         self.number = number
         self.clock = _Clock(start_s)
         cache, scheduler = config.cache, config.scheduler
@@ -104,9 +107,6 @@ class FluidReplica:
         self._room = round(self._gpu_tokens * _GROWTH_SHARE)
         self._max_num_running = scheduler.running_limit
         self._budget = scheduler.max_num_batched_tokens
-        if any(window is not None for window, _ in profile.step.windows):
-            limit = "a profile without windows, since fluid replicas know only the sum of all lengths"
-            raise ConfigError("device_profile", profile.model, limit)
         self._step_time = StepTime(profile.step, token_buckets(scheduler))
         self._host, self._fetch_s = profile.host, profile.fetch_s
         self._swap_token_s = profile.kv_token_bytes / profile.to_device.bytes_per_s

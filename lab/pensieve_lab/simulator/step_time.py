@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 
 from pensieve_jax.scheduler import bucket_for
+from pensieve_lab.common.attention_work import reads_and_pairs
 from pensieve_lab.simulator.profile import StepCosts
 
 
@@ -112,7 +113,7 @@ class StepTime:
         """
         bucket = bucket_for(self._buckets, load.num_tokens)
         if heat is None:
-            heat = float(self.is_heating(bucket))
+            heat = float(self.is_heating(bucket, load.num_tokens))
         return self.dense_and_rest_s(bucket, load.num_tokens, heat) + self.attention_s(load, bucket)
 
     def dense_and_rest_s(self, bucket: int, num_tokens: int, heat: float) -> float:
@@ -120,10 +121,12 @@ class StepTime:
         rested_s, hot_s = self._rested_and_hot_s(bucket, num_tokens)
         return rested_s + heat * hot_s
 
-    def is_heating(self, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens` padded tokens is limited by arithmetic, not by reading
-        weights."""
-        return self._costs.token_s * num_tokens > self._read_s(num_tokens)
+    def is_heating(self, bucket: int, num_tokens: int) -> bool:
+        """Return whether arithmetic, not reading weights, limits a step of `num_tokens` in a bucket.
+
+        Padding is multiplied, too, but chooses no experts to read.
+        """
+        return self._costs.token_s * bucket > self._read_s(num_tokens)
 
     def padding_s(self, num_tokens: int) -> float:
         """Return the time that a step of `num_tokens` would save in a bucket of exactly that size.
@@ -175,16 +178,6 @@ class StepTime:
         if costs.tiles is not None and load.rows:  # rows of one token, and prompts by tiles, in sequence
             return work_s * costs.tiles.beside_share + costs.tiles.seconds(load.rows, bucket, window)
         for q_len, kv_len in load.rows:
-            num_read, num_pairs = _read_and_pairs(q_len, kv_len, window)
+            num_read, num_pairs = reads_and_pairs(q_len, kv_len, window)
             work_s += max(costs.kv_read_s * num_read, costs.pair_s * num_pairs)
         return max(work_s, costs.span_s * longest_kv)
-
-
-def _read_and_pairs(q_len: int, kv_len: int, window: int | None) -> tuple[int, float]:
-    """Return the context tokens that a row reads, and its query-key pairs."""
-    if window is None or kv_len <= window:
-        return kv_len, q_len * (kv_len - (q_len - 1) / 2)
-    first = kv_len - q_len + 1  # keys that the first query would see without a window
-    num_shorter = max(window - first, 0)
-    num_pairs = num_shorter * (first + window - 1) / 2 + (q_len - num_shorter) * window
-    return min(kv_len, q_len + window - 1), num_pairs

@@ -7,11 +7,13 @@ Norms, activations, rotary embeddings and residuals are left out: their bytes ma
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from model_defs import ExpertsConfig, ModelConfig
 from pensieve_jax.device.row_steps import StepRow
+from pensieve_lab.common.attention_work import reads_and_pairs
 from pensieve_lab.steps.ceilings import Ceilings
 
 
@@ -60,7 +62,7 @@ def operations(
         if shape[2]
     ]
     if model.experts is not None:
-        found += _experts(model.experts, num_tokens, width, num_moe, bytes_per_number)
+        found += _experts(model.experts, num_tokens, width, num_moe, bytes_per_number, bytes_per_weight)
     found.append(_attention(model, rows, bytes_per_number, kv_token_bytes))
     found.append(_product("logits", num_samples, model.embed_width, model.vocab_size, 1, bytes_per_number))
     return [Operation(one.name, one.num_bytes // num_devices, one.flop // num_devices) for one in found]
@@ -88,31 +90,40 @@ def _product(
 
 
 def _experts(
-    experts: ExpertsConfig, num_tokens: int, width: int, count: int, bytes_per_number: int
+    experts: ExpertsConfig,
+    num_tokens: int,
+    width: int,
+    count: int,
+    bytes_per_number: int,
+    bytes_per_weight: int | None,
 ) -> list[Operation]:
-    """Make the routers of `count` layers, and the products of the experts that the tokens choose."""
+    """Make the routers of `count` layers, and the products of the experts that the tokens choose.
+
+    Routers keep the numbers of activations, since 8 bits would change the choice of experts.
+    """
     num_rows, num_read = num_tokens * experts.num_chosen, experts.num_read(num_tokens)
     found = [_product("router", num_tokens, width, experts.num_experts, count, bytes_per_number)]
     for name, num_in, num_out in (
         ("experts in", width, 2 * experts.width),
         ("experts out", experts.width, width),
     ):
-        numbers = round(num_read * num_in * num_out) + num_rows * (num_in + num_out)
-        flop = count * 2 * num_rows * num_in * num_out
-        found.append(Operation(name, count * numbers * bytes_per_number, flop))
+        weights_bytes = round(num_read * num_in * num_out) * (bytes_per_weight or bytes_per_number)
+        num_bytes = weights_bytes + num_rows * (num_in + num_out) * bytes_per_number
+        found.append(Operation(name, count * num_bytes, count * 2 * num_rows * num_in * num_out))
     return found
 
 
 def _attention(
     model: ModelConfig, rows: Sequence[StepRow], bytes_per_number: int, kv_token_bytes: float
 ) -> Operation:
-    """Make the causal attention of all rows; every row reads the KV cache of its context once."""
-    num_kept, numbers, pairs = 0, 0, 0
-    for row in rows:
-        num_tokens = row.end - row.begin
-        num_kept += row.end
-        numbers += 2 * num_tokens * model.num_heads * model.head_dim  # queries and outputs
-        pairs += (row.begin + 1 + row.end) * num_tokens // 2
-    flop = 4 * pairs * model.num_heads * model.head_dim
-    num_bytes = round(num_kept * kv_token_bytes) + model.num_layers * numbers * bytes_per_number
-    return Operation("attention", num_bytes, model.num_layers * flop)
+    """Make the causal attention of all rows; every row reads once what its windows reach of its KV cache."""
+    num_read, num_pairs = 0, 0  # of all layers
+    for window, num_layers in Counter(kind.window for kind in model.kinds).items():
+        for row in rows:
+            found = reads_and_pairs(row.end - row.begin, row.end, window)
+            num_read += num_layers * found[0]
+            num_pairs += num_layers * found[1]
+    width, num_tokens = model.num_heads * model.head_dim, sum(row.end - row.begin for row in rows)
+    queries_and_outputs = 2 * model.num_layers * num_tokens * width
+    num_bytes = round(num_read * kv_token_bytes / model.num_layers) + queries_and_outputs * bytes_per_number
+    return Operation("attention", num_bytes, 4 * num_pairs * width)

@@ -10,7 +10,7 @@ import pytest
 
 from lab.tests.simulator.test_simulation import scenario, session
 from lab.tests.simulator.workloads import COSTS, MAX_CONTEXT_TOKENS, PROFILE, make_sessions, small_config
-from pensieve_jax import ConfigError
+from pensieve_jax import CacheConfig, ConfigError
 from pensieve_jax.balance import ConsistentHash, Load, RootPlacement, Speeds
 from pensieve_lab.balance.migrating import MigratingHash
 from pensieve_lab.balance.state_aware import StateAware
@@ -154,8 +154,9 @@ def test_mid_life_state_is_where_the_rule_would_have_it():
 
 def test_an_outline_refuses_windows():
     step = dataclasses.replace(PROFILE.step, windows=((1024, 1.0),))
-    with pytest.raises(ConfigError, match="a profile without windows"):
-        FluidReplica(small_config(), dataclasses.replace(PROFILE, step=step))
+    unsized = dataclasses.replace(small_config(), cache=CacheConfig())  # the windows are refused before it
+    with pytest.raises(ConfigError, match=r"a profile without windows.*with `Replica` instead"):
+        FluidReplica(unsized, dataclasses.replace(PROFILE, step=step))
 
 
 def test_an_outline_is_near_the_real_one():

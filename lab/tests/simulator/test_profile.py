@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from pensieve_jax import ConfigError
-from pensieve_lab.simulator import DeviceProfile, profile_names, step_time
+from pensieve_lab.common.attention_work import reads_and_pairs
+from pensieve_lab.simulator import DeviceProfile, profile_names
 from pensieve_lab.simulator import profile as profile_module
 from pensieve_lab.simulator.profile import ExpertCosts
 from pensieve_lab.simulator.step_time import StepLoad, StepTime, ThermalModel
@@ -82,7 +83,7 @@ def test_heat_follows_what_steps_do():
 def test_heat_is_felt_by_products_alone():
     time, costs = StepTime(H200.step, (128, 2048)), H200.step
     decode, prompt = load_of([(128, 1, 1024)]), load_of([(1, 2048, 2048)])
-    assert not time.is_heating(128) and time.is_heating(2048)
+    assert not time.is_heating(128, 128) and time.is_heating(2048, 2048)
     assert time.seconds(decode) == time.seconds(decode, 0.0)
     assert time.seconds(prompt) == time.seconds(prompt, 1.0)
     products_s = costs.token_s * 2048
@@ -165,7 +166,7 @@ def test_the_work_of_a_window_by_hand():
     for q_len, kv_len, window in ((5, 5, 3), (5, 12, 3), (5, 12, 9), (5, 12, 10), (1, 12, 3), (7, 7, 7)):
         keys = [range(max(p - window + 1, 0), p + 1) for p in range(kv_len - q_len, kv_len)]
         expected = len(set().union(*keys)), sum(map(len, keys))
-        assert step_time._read_and_pairs(q_len, kv_len, window) == expected
+        assert reads_and_pairs(q_len, kv_len, window) == expected
 
 
 def test_decodes_lengthen_up_to_their_window():
@@ -356,7 +357,18 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
     assert read_s[2] - read_s[1] == pytest.approx(0.8 * (1 - 8 / 128), rel=0.01)
     assert time.seconds(load_of([(1, 2000, 2000)])) == pytest.approx(12.8, rel=0.01)
     assert time.padding_s(2) < 1e-3, "padding reads no experts"
-    assert not time.is_heating(2048) and StepTime(H200.step, (2048,)).is_heating(2048)
+    assert not time.is_heating(2048, 2048) and StepTime(H200.step, (2048,)).is_heating(2048, 2048)
+
+
+def test_a_step_whose_padding_reads_no_experts_heats():
+    """Arithmetic for 2,048 padded tokens takes longer than reading the experts of one token, not of all."""
+    arithmetic_s = H200.step.token_s * 2048
+    experts = dataclasses.replace(EXPERTS, read_s=4 * arithmetic_s)
+    costs = dataclasses.replace(H200.step, experts=experts, weight_read_s=0.0)
+    time = StepTime(costs, (2048,))
+    assert time.is_heating(2048, 1) and not time.is_heating(2048, 2048)
+    load = load_of([(1, 1, 10)])
+    assert time.seconds(load) == time.seconds(load, 1.0) > time.seconds(load, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,16 @@ class HostPool:
                     num_layers, *rest = storage.chunk_shape(group)
                     chunk_bytes = num_layers * math.prod(rest) * np.dtype(storage.chunk_dtype).itemsize
                     per_array = chunks_per_array(chunk_bytes)
-                    zeros = jax.device_put(
-                        np.zeros((per_array * num_layers, *rest), storage.chunk_dtype), storage.sharding
-                    )
-                    pinned = jax.device_put([zeros] * -(-num_chunks // per_array), storage.host_sharding)
-                    held.append(jax.block_until_ready(pinned))
+                    # The last piece may end with a shorter array, so that no more is pinned than was checked.
+                    num_full, rest_size = divmod(num_chunks, per_array)
+                    for size, num_arrays in ((per_array, num_full), (rest_size, 1)):
+                        if not size or not num_arrays:
+                            continue
+                        zeros = jax.device_put(
+                            np.zeros((size * num_layers, *rest), storage.chunk_dtype), storage.sharding
+                        )
+                        pinned = jax.device_put([zeros] * num_arrays, storage.host_sharding)
+                        held.append(jax.block_until_ready(pinned))
             except jax.errors.JaxRuntimeError as error:
                 raise self._refusal(
                     f"less: the runtime could pin {taken:,} of {self._num_bytes:,} bytes of host memory",
@@ -127,7 +132,7 @@ class HostPool:
 
 
 def chunks_per_array(chunk_bytes: int) -> int:
-    """Return how many chunks of a group share an array of `grow`; a power of two fills a piece exactly."""
+    """Return how many chunks of a group share an array of `grow`, a power of two."""
     most = min(_ARRAY_BYTES // chunk_bytes, _CHUNKS_PER_PIECE)
     return 1 << max(most, 1).bit_length() - 1
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from model_defs import Model
+from model_defs import Model, ModelConfig, UnsupportedModelError
 from model_defs.attention import refuse_features
 from pallas_kernels import sampling_cutoffs
 from pallas_kernels.ragged_paged_attention import AttentionHeads, import_backend
@@ -56,6 +56,19 @@ _log = logging.getLogger(__name__)
 _LOWER = "kv_bytes, prefill_tokens or the longest of lengths"
 
 
+def _refuse_experts(config: ModelConfig) -> None:
+    """Raise UnsupportedModelError for a model with experts.
+
+    Padding lies anywhere in a padded batch, and would choose experts: they skip only what follows all tokens.
+    """
+    experts = config.experts
+    if experts is not None and any(kind.mlp == "moe" for kind in config.kinds):
+        raise UnsupportedModelError(
+            f"a mixture of experts ({experts.num_experts}, {experts.num_chosen} chosen) is not supported by "
+            f"padded batches; use LLM"
+        )
+
+
 @dataclass
 class _Row:
     """Parked row.
@@ -89,12 +102,14 @@ class DeviceRunner:
 
         Raises:
           ConfigError: the budget, the context, or the attention back end cannot work.
-          UnsupportedModelError: a layer has a window, or its attention is not plain for another reason.
+          UnsupportedModelError: a layer has experts or a window, or its attention is not plain for another
+            reason.
         """
         self._compilations = CompilationCounter()
         self._config, self.mesh = config, mesh
         model_config = model.config
         refuse_features(model_config, "padded batches")
+        _refuse_experts(model_config)
         if config.max_logprobs > model_config.vocab_size:
             limit = f"at most the model's {model_config.vocab_size} ids"
             raise ConfigError("max_logprobs", config.max_logprobs, limit)

@@ -25,10 +25,11 @@ def test_groups():
 
 
 def test_groups_begin_at_whole_periods_of_the_kinds():
-    """So equal patterns share one program; a rest belongs to the last group."""
+    """So equal patterns share one program. With a rest no two groups are alike, so they are equally long."""
     pattern = (LayerKind(window=8),) * 5 + PLAIN
     assert layer_groups(pattern * 8, 2) == (range(0, 24), range(24, 48))
-    assert layer_groups((pattern * 5)[:26], 2) == (range(0, 12), range(12, 26))
+    assert layer_groups((pattern * 5)[:26], 2) == (range(0, 13), range(13, 26))
+    assert layer_groups(pattern * 3, 2) == (range(0, 6), range(6, 18))
     assert layer_groups(pattern * 3, 3) == (range(0, 6), range(6, 12), range(12, 18))
     assert layer_groups(pattern, 2) == (range(0, 3), range(3, 6)), "one period is not divided"
     assert layer_groups(PLAIN * 3 + pattern[:1] * 2, 2) == (range(0, 2), range(2, 5)), "no period"
@@ -51,11 +52,12 @@ def test_on_cpus_nothing_grows():
     assert not any(name.endswith("of host memory") for name in bench.preparations)
 
 
-def test_small_chunks_share_arrays(monkeypatch):
+@pytest.mark.parametrize(("num_slots", "last"), [(1000, [64]), (977, [41]), (940, [4])])
+def test_small_chunks_share_arrays(monkeypatch, num_slots, last):
     """A host tier of a small model has 100,000s of chunks, and each array takes time."""
     monkeypatch.setattr(host_pool, "keeps_host_memory", lambda storage: True)
     storage = KVStorage(MODEL, CACHE, jnp.dtype("float32"), make_mesh(1), 2)
-    pool = HostPool(storage, 1000, 24)
+    pool = HostPool(storage, num_slots, 24)
     device_put, pinned = jax.device_put, []
 
     def record(arrays, sharding):
@@ -64,8 +66,8 @@ def test_small_chunks_share_arrays(monkeypatch):
 
     monkeypatch.setattr(host_pool.jax, "device_put", record)
     assert len(list(pool.grow())) == pool.num_pieces == 16
-    assert sum(array.nbytes for array in pinned) == 1024 * storage.slot_bytes
-    assert len(pinned) == 16 * len(storage.groups)
+    assert sum(array.nbytes for array in pinned) == (num_slots + 24) * storage.slot_bytes
+    assert len(pinned) == (15 + len(last)) * len(storage.groups)
 
 
 def test_chunks_of_large_models_have_arrays_of_their_own():
