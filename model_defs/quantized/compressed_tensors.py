@@ -263,7 +263,7 @@ def _read_block(options: Options) -> tuple[tuple[int | None, int | None], bool]:
 def _read_order(options: Options) -> str | None:
     """Read `actorder`: "group", whose weight_g_idx says the groups, or "weight", which leaves them in order.
 
-    Without the option the result is None. Older files say true for "group".
+    Without the option it returns None. Older files say true for "group".
     """
     found = options.value("actorder")
     if isinstance(found, bool):
