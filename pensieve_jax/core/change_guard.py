@@ -81,14 +81,17 @@ class ChangeGuard:
                 self._recover()
             self._is_half = change is not _nothing
             try:
-                result = change()
+                # The result stays out of a variable. A traceback that is kept keeps variables, and so turns
+                # whose caller was interrupted before it got them.
+                return (change(), self._complete())[0]
             except PensieveError:  # it refused, so nothing was changed
                 self._is_half = False
                 raise
-            self._is_half = False
-            return result
         finally:
             self._calls.pop(sys._getframe(), None)
+
+    def _complete(self) -> None:
+        self._is_half = False
 
     def _check_first(self, own: FrameType | None) -> None:
         """Raise PensieveError if a call is running that entered before `own`; if `own` is None, any call."""
