@@ -63,7 +63,7 @@ def test_check_serving_refuses_more_than_the_context_before_loading(launch, monk
 def test_benchmark_scheduler(launch, monkeypatch, capsys):
     """One round runs in its own process, as all do in practice; the others decide the same in this one."""
     script, children = load("benchmark_scheduler"), []
-    real, sizes = script.one_round, {"num_running": 8, "context_tokens": 600, "num_idle": 64, "num_steps": 8}
+    real, sizes = script.one_round, {"num_running": 8, "context_tokens": 600, "num_idle": 64, "num_steps": 16}
 
     def one_round(name, tree):
         if not children:
@@ -77,7 +77,7 @@ def test_benchmark_scheduler(launch, monkeypatch, capsys):
     assert launch("benchmark_scheduler", shared_llm=False, num_rounds=1, versus=ROOT, **sizes) == 0
     out = capsys.readouterr().out
     results = last_line(out)["results"]
-    assert len(children[0]) == 8
+    assert len(children[0]) == sizes["num_steps"]
     assert results["decode"]["num_rows"] == 8
     assert results["mixed"]["num_drops"] > 0 and results["mixed, two tiers"]["num_copies"] > 0
     for name, faster in results["times_faster"].items():

@@ -80,6 +80,7 @@ def engine(
             max_num_running=max_num_running,
             max_num_batched_tokens=max_num_batched_tokens,
             max_context_tokens=max_context_tokens,
+            prompt_order="arrival",  # the paper's
             unified=system.unified,
         ),
     )
