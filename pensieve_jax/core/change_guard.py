@@ -90,8 +90,10 @@ class ChangeGuard:
         finally:
             self._calls.pop(sys._getframe(), None)
 
-    def _complete(self) -> None:
+    def _complete(self) -> bool:
+        """End the change; return True, so that it can be called within an expression."""
         self._is_half = False
+        return True
 
     def _check_first(self, own: FrameType | None) -> None:
         """Raise PensieveError if a call is running that entered before `own`; if `own` is None, any call."""
