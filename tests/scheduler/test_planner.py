@@ -75,7 +75,6 @@ def reference_plan(output, bucket, sample_rows):
             0,
         ],
         "tiles_0": [num_rows, num_tokens],
-        "tiles_1": [],
     }
 
 
