@@ -4,9 +4,9 @@ Owns `layer_types`, and the pattern that replaces a missing one: in each period 
 have the window. What else differs between the two types, such as rotary positions, is the family's.
 """
 
-from typing import Any
+from typing import Any, Literal
 
-from model_defs.config import ModelConfig
+from model_defs.config import LayerKind, ModelConfig
 from model_defs.errors import UnsupportedModelError
 from model_defs.hf_options import integer
 
@@ -46,3 +46,21 @@ def written_windows(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": next((window for window in windows if window is not None), None),
         "layer_types": [_FULL if window is None else _SLIDING for window in windows],
     }
+
+
+def kinds_of_one_window(
+    values: dict[str, Any], default: int | None = None, mlp: Literal["dense", "moe"] = "dense"
+) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers that all have `sliding_window`, or no window if it is null.
+
+    `default` is the window where the option is missing.
+    """
+    window = None
+    if values.get("sliding_window", default) is not None:
+        window = integer(values, "sliding_window", default)
+    return (LayerKind(window=window, mlp=mlp),) * integer(values, "num_hidden_layers")
+
+
+def written_one_window(config: ModelConfig) -> dict[str, Any]:
+    """Return the option that `kinds_of_one_window` reads."""
+    return {"sliding_window": config.layer_kinds[0].window if config.layer_kinds else None}

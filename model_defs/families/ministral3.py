@@ -9,7 +9,7 @@ unchanged.
 import functools
 from typing import Any
 
-from model_defs.config import LayerKind, ModelConfig, RopeConfig
+from model_defs.config import ModelConfig, RopeConfig
 from model_defs.errors import UnsupportedModelError
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
@@ -21,6 +21,7 @@ from model_defs.gated_checkpoints import (
     written_gated,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.hf_layer_types import kinds_of_one_window, written_one_window
 from model_defs.hf_options import integer, number
 from model_defs.hf_rope import parse_growing_rope
 from model_defs.layers import Build
@@ -61,8 +62,7 @@ _PRESETS = {
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     refuse_sliding_layers(values)
-    window = None if values.get("sliding_window") is None else integer(values, "sliding_window")
-    kinds = (LayerKind(window=window),) * integer(values, "num_hidden_layers")
+    kinds = kinds_of_one_window(values)
     if values.get("rope_parameters") is None and not values.get("rope_scaling"):
         if number(values, "rope_theta", _THETA, above=1) != _THETA:
             raise UnsupportedModelError(
@@ -76,8 +76,7 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    kinds = config.layer_kinds or (LayerKind(),)
-    return written_gated(config) | {"sliding_window": kinds[0].window}
+    return written_gated(config) | written_one_window(config)
 
 
 def _make_model(build: Build) -> GatedDecoder:

@@ -21,7 +21,7 @@ from model_defs.gated_checkpoints import (
     written_gated,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
-from model_defs.hf_options import integer
+from model_defs.hf_layer_types import kinds_of_one_window, written_one_window
 from model_defs.layers import Build
 from model_defs.tiny_preset import tiny_preset
 
@@ -64,16 +64,12 @@ _PRESETS = {
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     refuse_sliding_layers(values)
-    window = values.get("sliding_window", _DEFAULT_WINDOW)
-    if window is not None:
-        window = integer(values, "sliding_window", _DEFAULT_WINDOW)
-    kinds = (LayerKind(window=window),) * integer(values, "num_hidden_layers")
+    kinds = kinds_of_one_window(values, _DEFAULT_WINDOW)
     return parse_gated("mistral", values, generation, _DEFAULTS, layer_kinds=kinds)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    kinds = config.layer_kinds or (LayerKind(),)
-    return written_gated(config) | {"sliding_window": kinds[0].window}
+    return written_gated(config) | written_one_window(config)
 
 
 def _make_model(build: Build) -> GatedDecoder:

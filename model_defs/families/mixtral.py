@@ -19,6 +19,7 @@ from model_defs.gated_checkpoints import (
     written_gated,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.hf_layer_types import kinds_of_one_window, written_one_window
 from model_defs.hf_options import integer
 from model_defs.layers import Build
 from model_defs.tensor_recipes import ExpertNames, WeightMap, expert_recipes
@@ -64,10 +65,7 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
     refuse_sliding_layers(values)
     if values.get("rope_theta") is None:
         values = values | {"rope_theta": _THETA}
-    window = None
-    if values.get("sliding_window") is not None:
-        window = integer(values, "sliding_window")
-    kinds = (LayerKind(window=window, mlp="moe"),) * integer(values, "num_hidden_layers")
+    kinds = kinds_of_one_window(values, mlp="moe")
     experts = ExpertsConfig(
         num_experts=integer(values, "num_local_experts", 8),
         num_chosen=integer(values, "num_experts_per_tok", 2),
@@ -79,12 +77,12 @@ def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelCo
 def _write(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None
-    return written_gated(config) | {
-        "sliding_window": config.layer_kinds[0].window,
+    options = {
         "intermediate_size": experts.width,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.num_chosen,
     }
+    return written_gated(config) | written_one_window(config) | options
 
 
 def _make_model(build: Build) -> GatedDecoder:

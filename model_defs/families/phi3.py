@@ -11,7 +11,7 @@ length. A sliding window is that of all layers, as in Phi-3-mini. The chat templ
 import functools
 from typing import Any
 
-from model_defs.config import LayerKind, ModelConfig, RopeConfig
+from model_defs.config import ModelConfig, RopeConfig
 from model_defs.family import Family
 from model_defs.gated_checkpoints import (
     TENSOR_PREFIX,
@@ -22,6 +22,7 @@ from model_defs.gated_checkpoints import (
     written_gated,
 )
 from model_defs.gated_decoder import GatedDecoder, GatedLayer
+from model_defs.hf_layer_types import kinds_of_one_window, written_one_window
 from model_defs.hf_options import integer
 from model_defs.hf_rope import parse_longrope
 from model_defs.layers import Build
@@ -52,18 +53,14 @@ _PRESETS = {
 
 def _parse(values: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
     refuse_sliding_layers(values)
-    window = values.get("sliding_window")
-    if window is not None:
-        window = integer(values, "sliding_window")
+    kinds = kinds_of_one_window(values)
     max_positions = integer(values, "max_position_embeddings", _DEFAULTS.max_positions)
     rope = parse_longrope(values, max_positions, _DEFAULT_ORIGINAL)
-    kinds = (LayerKind(window=window),) * integer(values, "num_hidden_layers")
     return parse_gated("phi3", values, generation, _DEFAULTS, layer_kinds=kinds, ropes=(rope,))
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    kinds = config.layer_kinds or (LayerKind(),)
-    return written_gated(config) | {"sliding_window": kinds[0].window}
+    return written_gated(config) | written_one_window(config)
 
 
 def _make_model(build: Build) -> GatedDecoder:
