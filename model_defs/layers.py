@@ -346,6 +346,15 @@ class LayerNormWithoutBias(Norm):
         super().__init__(build, "layer", scale=True, bias=False)
 
 
+def root_mean_square_normed(
+    x: jax.Array, scale: jax.Array, eps: float, *, axes: tuple[int, ...]
+) -> jax.Array:
+    """Return `x` over its root mean square along `axes`, times `scale`; computed in float32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(wide), axis=axes, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
 class HeadNorm(nnx.Module):
     """Root-mean-square norm of each head, with one scale f[head_dim] for all heads."""
 
@@ -356,10 +365,7 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
+        return root_mean_square_normed(x, self.scale[...], self.eps, axes=(2,))
 
 
 class FusedQKV(nnx.Module):

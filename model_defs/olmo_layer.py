@@ -6,7 +6,6 @@ tensor parallelism the compiler adds these sums over devices, two numbers for ea
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from model_defs.all_reduce import Summand
@@ -14,7 +13,7 @@ from model_defs.attention import Attention
 from model_defs.config import LayerKind, ModelConfig
 from model_defs.gated_checkpoints import gated_weight_map
 from model_defs.gated_decoder import GatedBlocks
-from model_defs.layers import Build, RMSNorm, declare
+from model_defs.layers import Build, RMSNorm, declare, root_mean_square_normed
 from model_defs.rope import Rotation
 from model_defs.sharding import TENSOR_AXIS
 from model_defs.tensor_recipes import Recipe, WeightMap
@@ -35,10 +34,7 @@ class AllHeadsNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Norm [T, heads, head_dim] in float32; the result has the dtype of `x`."""
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(wide), axis=(1, 2), keepdims=True)
-        normed = wide * jax.lax.rsqrt(mean_square + self.eps) * self.scale[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
+        return root_mean_square_normed(x, self.scale[...], self.eps, axes=(1, 2))
 
 
 class OlmoLayer(GatedBlocks):
