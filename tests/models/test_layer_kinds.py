@@ -84,7 +84,7 @@ def test_a_window_reaches_back_as_far_as_its_layers() -> None:
 
 @pytest.mark.parametrize("window", [1, 7, 20, 89])
 def test_dense_attention_with_a_window(window: int) -> None:
-    """By NumPy, one query at a time."""
+    """Compares with NumPy, which computes one query at a time."""
     rng = np.random.default_rng(window)
     q, k, v = (rng.standard_normal((90, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
     sinks = np.array([-20, 0, 3, 20], np.float32)
